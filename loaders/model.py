@@ -1,0 +1,134 @@
+"""`Model` and `load`: the pure door. A model is a config, a params pytree and a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float32, Int32
+
+from inferax.errors import LoadError
+from inferax.loaders.gguf import GGUFFile, open_gguf
+from inferax.loaders.params import load_params
+from inferax.loaders.progress import progress_class
+from inferax.loaders.safetensors import open_safetensors
+from inferax.loaders.sources import resolve
+from inferax.loaders.template import ChatTemplate, load_template, template_from_gguf
+from inferax.loaders.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from inferax.models import decoder
+from inferax.models.config import ModelConfig
+from inferax.models.decoder import Params, Tap
+from inferax.models.families import family_of_gguf, family_of_hf
+from inferax.models.readings import GGUFConfig, HFConfig
+from inferax.ops.linear import Compute
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model. `apply` is pure: it can be jitted, differentiated with respect to float params, and vmapped."""
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    source: Path
+
+    def apply(
+        self, params: Params, tokens: Int32[Array, "B L"], *, compute: Compute = "exact", tap: Tap | None = None
+    ) -> Float32[Array, "B L V"]:
+        """Logits at every position. `tap(name, value)` sees and may replace named activations (models/decoder.py)."""
+        return decoder.apply(replace(self.config, compute=compute), params, tokens, tap=tap)
+
+
+def load(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    dtype: Any = None,
+    revision: str | None = None,
+    progress: bool = False,
+) -> Model:
+    """Loads a model from a path, a Hugging Face id, or (None) the built-in default model.
+
+    dtype: converts floating matrices; packed ones stay packed. progress: bars on stderr while fetching and reading.
+    Raises LoadError or SourceError, naming the file, what is wrong with it, and the remedy.
+    """
+    path = resolve(source, progress=progress, revision=revision)
+    bar = progress_class(progress)(desc="Loading", unit="B", unit_scale=True, leave=False)
+    with bar:
+        if path.suffix == ".gguf":
+            return _load_gguf(path, dtype, bar)
+        return _load_safetensors(path, dtype, bar)
+
+
+def gguf_config(file: GGUFFile, path: Path) -> ModelConfig:
+    """The config that a GGUF file's metadata and tensor names tell."""
+    family = family_of_gguf(file.metadata.get("general.architecture"), str(path))
+    shapes = {name: info.shape for name, info in file.tensors.items()}
+    return family.from_gguf(GGUFConfig(file.metadata, str(path), shapes, file.read))
+
+
+def hf_config(directory: Path) -> ModelConfig:
+    """The config that a directory's config.json tells."""
+    values = _config_json(directory)
+    file = str(directory / "config.json")
+    return family_of_hf(values.get("model_type"), file).from_hf(HFConfig(values, file))
+
+
+def _config_json(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(path, "the file is missing", "A model directory needs its config.json.") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise LoadError(path, f"it is not valid JSON ({error})", "Fetch it again.") from None
+    if not isinstance(values, dict):
+        raise LoadError(path, "it is not a JSON object", "Fetch it again.")
+    return values
+
+
+def _load_gguf(path: Path, dtype: Any, bar: Any) -> Model:
+    file = open_gguf(path)
+    try:
+        config = gguf_config(file, path)
+        table = family_of_gguf(file.architecture, str(path)).gguf_names(config)
+        tokenizer = tokenizer_from_gguf(file.metadata, path)
+        template = template_from_gguf(file.metadata, path)
+        bar.total = sum(info.nbytes for info in file.tensors.values())
+        params = load_params(config, table, file, path, progress=bar.update, dtype=dtype)
+    finally:
+        file.close()
+    return _checked(Model(config, params, tokenizer, template, path))
+
+
+def _load_safetensors(path: Path, dtype: Any, bar: Any) -> Model:
+    config = hf_config(path)
+    table = family_of_hf(_config_json(path).get("model_type"), str(path)).hf_names(config)
+    source = open_safetensors(path)
+    try:
+        tokenizer = load_tokenizer(path)
+        template = load_template(path)
+        bar.total = sum(info.nbytes for info in source.tensors.values())
+        params = load_params(config, table, source, path, progress=bar.update, dtype=dtype)
+    finally:
+        source.close()
+    return _checked(Model(config, params, tokenizer, template, path))
+
+
+def _checked(model: Model) -> Model:
+    if model.tokenizer.vocab_size > model.config.vocab_size:
+        raise LoadError(
+            model.source,
+            f"the tokenizer has {model.tokenizer.vocab_size} tokens, the model's embedding {model.config.vocab_size}",
+            "The tokenizer and the weights must come from the same model.",
+        )
+    return model
+
+
+def weight_bytes(params: Params) -> int:
+    """Bytes of all weight leaves."""
+    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(params))
