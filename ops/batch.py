@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,9 @@ class Batch:
         rows = jnp.arange(self.tokens.shape[0], dtype=jnp.int32)
         found = jnp.searchsorted(self.query_start[1:], rows, side="right").astype(jnp.int32)
         return jnp.minimum(found, self.num_seq_slots - 1)
+
+
+_GROUPED = ("page_table", "slots")
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class BatchShape:
 
     def unpack(self, packed: Int32[Array, " n"]) -> Batch:
         """The batch that `packed` holds; traceable."""
-        values: dict[str, tuple[Array, ...]] = {}
+        values: dict[str, Any] = {}
         at = 0
         for name, shapes in self._sizes().items():
             parts = []
@@ -100,12 +104,5 @@ class BatchShape:
                 size = int(np.prod(shape))
                 parts.append(packed[at : at + size].reshape(shape))
                 at += size
-            values[name] = tuple(parts)
-        grouped = ("page_table", "slots")
-        return Batch(
-            **{
-                f.name: values[f.name] if f.name in grouped else values[f.name][0]
-                for f in fields(Batch)
-                if f.name in values
-            }
-        )
+            values[name] = tuple(parts) if name in _GROUPED else parts[0]
+        return Batch(**values)

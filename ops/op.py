@@ -24,7 +24,7 @@ R = TypeVar("R")
 class Op(Generic[P, R]):
     """A named operation: `op(*operands, **static)`.
 
-    Operands are pytrees of arrays (None is allowed), keywords are hashable and static; the result is a pytree of arrays.
+    Operands are pytrees of arrays (None is allowed), keywords are hashable and static; the result is a pytree too.
 
     name: shown in jaxprs as `inferax.<name>`.
     reference: the meaning of the op. Abstract evaluation, tangents and the op's tests use it.
@@ -105,7 +105,7 @@ class Op(Generic[P, R]):
         out = self.primitive.bind(*primals, call=call)
         moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0]
         if not moving:
-            return out, [ad.Zero.from_primal_value(o) for o in out]
+            return out, [ad.Zero(jax.typeof(o).to_tangent_aval()) for o in out]
         flat = self._flat(self.reference, call)
 
         def of_moving(*values: Any) -> list[Any]:
@@ -133,9 +133,8 @@ class Op(Generic[P, R]):
 
         def one(values: Sequence[Any]) -> list[Any]:
             given = iter(values)
-            return self.primitive.bind(
-                *[next(given) if m else x for x, m in zip(moved, mapped, strict=True)], call=call
-            )
+            every = [next(given) if m else x for x, m in zip(moved, mapped, strict=True)]
+            return list(self.primitive.bind(*every, call=call))
 
         results = jax.lax.map(one, [x for x, m in zip(moved, mapped, strict=True) if m])
         return results, [0] * len(results)

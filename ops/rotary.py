@@ -49,7 +49,8 @@ class RotarySpec:
 
 def _frequencies(theta: float, dim: int) -> np.ndarray:
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    return (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
+    frequencies: np.ndarray = (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
+    return frequencies
 
 
 def _yarn(spec: RotarySpec, plain: np.ndarray) -> np.ndarray:
