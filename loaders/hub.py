@@ -120,7 +120,10 @@ def _explained(error: BaseException, repo: str, revision: str, endpoint: str | N
     elif isinstance(error, errors.GatedRepoError):
         problem = "is gated: its terms have to be accepted"
         remedy = f"Accept them at {endpoint or constants.ENDPOINT}/{repo}, then {log_in}"
-    elif isinstance(error, errors.RepositoryNotFoundError):
+    elif isinstance(error, errors.RepositoryNotFoundError) or (
+        isinstance(error, errors.HfHubHTTPError) and getattr(error.response, "status_code", None) == 401
+    ):
+        # The hub does not tell a stranger which of the two it is.
         problem = "is not on the hub, or is private"
         remedy = f"Check the name; for a private model, {log_in}. {local}"
     elif isinstance(error, errors.RevisionNotFoundError):

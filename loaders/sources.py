@@ -74,6 +74,9 @@ def _local(path: Path, quant: str | None) -> Path:
         if path.is_dir():
             choice = choose(path, [entry.name for entry in path.iterdir() if entry.is_file()], quant, ranked=False)
             return path / choice.weights[0] if choice.is_gguf else path
+        if quant is not None:
+            problem = f"is one file, so quantization {quant!r} cannot be chosen"
+            raise SourceError(path, problem, "Leave the quantization out, or give the folder")
         if path.suffix.lower() != ".gguf":
             with path.open("rb") as file:
                 if file.read(4) != b"GGUF":
