@@ -1,0 +1,184 @@
+"""`Runner`: holds what lives on the device (params, cache, sampler state) and runs one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from inferax.engine.backend import Backend, Executable, HostCopy, avals
+from inferax.engine.programs import (
+    ROW_FLOATS,
+    ROW_INTS,
+    ROW_WIDTH,
+    EngineShape,
+    float_bits,
+    forward,
+    sample_step,
+    sampler_params,
+)
+from inferax.engine.sequence import Sequence as Seq
+from inferax.models.config import ModelConfig
+from inferax.models.decoder import Params
+from inferax.ops.batch import BatchShape
+from inferax.ops.cache import cache_shape
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one sequence does in a step: compute its tokens [start, stop), and sample after the last known one."""
+
+    seq: Seq
+    start: int
+    stop: int
+    samples: bool
+
+
+@dataclass
+class StepResult:
+    """The sampled tokens of a step, on their way to the host, in the order of `sampled`."""
+
+    sampled: list[Seq]
+    copies: dict[str, HostCopy]
+
+    def tokens(self) -> list[int]:
+        return [int(t) for t in self.copies["tokens"].result()[: len(self.sampled)]]
+
+    def array(self, name: str) -> np.ndarray:
+        return self.copies[name].result()[: len(self.sampled)]
+
+
+@dataclass
+class Runner:
+    """Runs chunks of sequences through the two programs of a step. Programs are built when first needed.
+
+    cache_dtype: dtype of the KV cache.
+    """
+
+    config: ModelConfig
+    shape: EngineShape
+    backend: Backend
+    params: Params
+    cache_dtype: Any
+    _cache: Any = field(init=False)
+    _state: Any = field(init=False)
+    _sampler_params: Any = field(init=False)
+    _programs: dict[Any, Executable] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.params = self.backend.put(self.params)
+        self._sampler_params = sampler_params(self.config, self.params)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties the cache and the sampler state."""
+        c, s = self.config, self.shape
+        shapes = [
+            cache_shape(s.num_pages[c.group(i)], s.page_size, c.num_kv_heads, c.head_dim) for i in range(c.num_layers)
+        ]
+        slots = s.max_seqs + 1
+
+        def zeros() -> Any:
+            cache = tuple(jnp.zeros(shape, self.cache_dtype) for shape in shapes)
+            return cache, {"last_tokens": jnp.zeros(slots, jnp.int32)}
+
+        name = f"empty cache({shapes}, {jnp.dtype(self.cache_dtype).name}, {slots})"
+        self._cache, self._state = self._program("empty", lambda: self.backend.compile(zeros, name=name))()
+
+    def forward_program(self, shape: BatchShape) -> Executable:
+        """The forward program of a bucket."""
+        packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32)
+        return self._program(
+            ("forward", shape),
+            lambda: self.backend.compile(
+                partial(forward, self.config, shape),
+                *(avals(self.params), packed, avals(self._cache), avals(self._state)),
+                donate=(2,),
+                name=f"forward({self.config}, {shape})",
+            ),
+        )
+
+    def sample_program(self, rows: int) -> Executable:
+        """The sampling program for a bucket of rows."""
+        hidden = jax.ShapeDtypeStruct((rows, self.config.width), jnp.float32)
+        packed = jax.ShapeDtypeStruct((rows, ROW_WIDTH), jnp.int32)
+        return self._program(
+            ("sample", rows),
+            lambda: self.backend.compile(
+                partial(sample_step, self.config),
+                *(avals(self._sampler_params), hidden, packed, avals(self._state)),
+                donate=(3,),
+                name=f"sample({self.config}, {rows})",
+            ),
+        )
+
+    def _program(self, key: Any, build: Any) -> Executable:
+        if key not in self._programs:
+            self._programs[key] = build()
+        return self._programs[key]
+
+    def step(self, chunks: Sequence[Chunk]) -> StepResult:
+        """Enqueues one step and returns without waiting for it.
+
+        A token that the host does not know yet (its sequence sampled it in the step before) is read on the device.
+        """
+        shape = self.shape.batch_shape(sum(c.stop - c.start for c in chunks))
+        rows, self._cache = self.forward_program(shape)(
+            self.params, self._packed(shape, chunks), self._cache, self._state
+        )
+        sampled = [c for c in chunks if c.samples]
+        if not sampled:
+            return StepResult([], {})
+        packed = self._sampler_rows(shape.rows, sampled)
+        out, self._state = self.sample_program(shape.rows)(self._sampler_params, rows, packed, self._state)
+        wanted = ["tokens"]
+        if any(c.seq.params.logprobs is not None for c in sampled):
+            wanted += ["logprob", "rank", "top_logprobs", "top_ids"]
+        return StepResult([c.seq for c in sampled], {name: self.backend.get_async(out[name]) for name in wanted})
+
+    def _packed(self, shape: BatchShape, chunks: Sequence[Chunk]) -> np.ndarray:
+        views = shape.empty()
+        tokens, positions = views["tokens"][0], views["positions"][0]
+        starts = views["query_start"][0]
+        page_size = self.shape.page_size
+        at = row = 0
+        for i, chunk in enumerate(chunks):
+            seq, count = chunk.seq, chunk.stop - chunk.start
+            known = seq.tokens[chunk.start : chunk.stop]
+            tokens[at : at + len(known)] = known
+            if len(known) < count:
+                tokens[at + len(known) : at + count] = -(seq.slot + 1)
+            where = np.arange(chunk.start, chunk.stop, dtype=np.int32)
+            positions[at : at + count] = where
+            views["context_len"][0][i] = chunk.stop
+            views["prompt_len"][0][i] = seq.prompt_len
+            views["state_slot"][0][i] = seq.slot
+            for group, pages in enumerate(seq.pages):
+                views["page_table"][group][i, : len(pages)] = pages
+                views["slots"][group][at : at + count] = pages[where // page_size] * page_size + where % page_size
+            at += count
+            starts[i + 1] = at
+            if chunk.samples:
+                views["sample_rows"][0][row] = at - 1
+                row += 1
+        starts[len(chunks) + 1 :] = at
+        views["state_slot"][0][len(chunks) :] = self.shape.max_seqs
+        views["num_tokens"][0][()] = at
+        views["num_seqs"][0][()] = len(chunks)
+        return views["packed"][0]
+
+    def _sampler_rows(self, rows: int, sampled: Sequence[Chunk]) -> np.ndarray:
+        packed = np.zeros((rows, ROW_WIDTH), np.int32)
+        packed[:, ROW_INTS.index("slot")] = self.shape.max_seqs
+        packed[:, ROW_INTS.index("logprobs")] = -1
+        packed[:, len(ROW_INTS) + ROW_FLOATS.index("top_p")] = float_bits(1.0)
+        for row, chunk in zip(packed, sampled, strict=False):
+            row[0] = chunk.seq.slot
+            row[1:] = chunk.seq.sampler_row
+            row[ROW_INTS.index("position")] = chunk.stop
+        return packed

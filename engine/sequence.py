@@ -1,0 +1,136 @@
+"""`Sequence`: one sample of one request while it runs. The host's side of it; what it computes lives on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceType
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from inferax.engine.outputs import CompletionOutput, Logprob
+from inferax.engine.params import SamplingParams
+from inferax.engine.programs import ROW_INTS, ROW_WIDTH, float_bits
+
+
+class TextSink(Protocol):
+    """What turns tokens into text as they come."""
+
+    def add(self, token: int, /) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+@dataclass
+class Sequence:
+    """`tokens` are those the host knows; the device may be one sampled token ahead (`pending`)."""
+
+    request_id: str
+    prompt: SequenceType[int]
+    params: SamplingParams
+    seed: int
+    index: int
+    max_tokens: int
+    eos_ids: frozenset[int]
+    detokenizer: TextSink | None = None
+    token_text: Callable[[int], str] | None = None
+
+    tokens: list[int] = field(init=False)
+    computed: int = field(init=False, default=0)
+    pending: int = field(init=False, default=0)
+    slot: int = field(init=False, default=-1)
+    pages: list[np.ndarray] = field(init=False, default_factory=list)
+    output: CompletionOutput = field(init=False)
+    sampler_row: np.ndarray = field(init=False)
+    _held: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        logprobs: list[dict[int, Logprob]] | None = [] if self.params.logprobs is not None else None
+        self.output = CompletionOutput(
+            self.index, "", [], 0.0 if logprobs is not None else None, logprobs, seed=self.seed
+        )
+        p = self.params
+        row = np.zeros(ROW_WIDTH, np.int32)
+        seed = self.seed % 2**64
+        words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
+        ints = {
+            "slot": 0,
+            "top_k": max(p.top_k, 0),
+            "sample_index": self.index,
+            "position": 0,
+            "seed_low": words[0],
+            "seed_high": words[1],
+            "logprobs": -1 if p.logprobs is None else p.logprobs,
+        }
+        row[: len(ROW_INTS)] = [ints[name] for name in ROW_INTS]
+        row[len(ROW_INTS) :] = [float_bits(x) for x in (p.temperature, p.top_p, p.min_p)]
+        self.sampler_row = row[1:]
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def known(self) -> int:
+        """Tokens known to the host or the device."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finished
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether as many tokens are sampled or on their way as the request may have."""
+        return self.known - self.prompt_len >= self.max_tokens
+
+    def accept(self, token: int, logprobs: dict[int, Logprob] | None = None) -> str:
+        """Takes a sampled token, ends the sequence where a stop condition holds, and returns the text that is new."""
+        self.pending -= 1
+        self.tokens.append(token)
+        out = self.output
+        out.token_ids.append(token)
+        if logprobs is not None and out.logprobs is not None and out.cumulative_logprob is not None:
+            out.logprobs.append(logprobs)
+            out.cumulative_logprob += logprobs[token].logprob
+        stop_ids = self.params.stop_token_ids or ()
+        if token in stop_ids or (token in self.eos_ids and not self.params.ignore_eos):
+            out.finish_reason, out.stop_reason = "stop", token if token in stop_ids else None
+        elif len(out.token_ids) >= self.max_tokens:
+            out.finish_reason = "length"
+        if self.detokenizer is None:
+            return ""
+        # The token that ends the sequence is not part of its text.
+        ended_by_token = out.finish_reason == "stop"
+        self._held += "" if ended_by_token else self.detokenizer.add(token)
+        if out.finish_reason is not None:
+            self._held += self.detokenizer.flush()
+        return self._release()
+
+    def _release(self) -> str:
+        """Held text up to a stop string, or up to what may still become one."""
+        out = self.output
+        held = self._held
+        found = [(held.find(stop), stop) for stop in self.params.stop_strings if stop in held]
+        if found:
+            at, stop = min(found)
+            end = at + len(stop) if self.params.include_stop_str_in_output else at
+            out.finish_reason, out.stop_reason = "stop", stop
+            text, self._held = held[:end], ""
+        elif out.finish_reason is not None:
+            text, self._held = held, ""
+        else:
+            keep = max((_overlap(held, stop) for stop in self.params.stop_strings), default=0)
+            text, self._held = held[: len(held) - keep], held[len(held) - keep :]
+        out.text += text
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
