@@ -23,7 +23,8 @@ def fetch(
 
     Only the chosen model's files are fetched: safetensors with the json, jinja and tokenizer.model files beside them,
     or the parts of one GGUF. Where the hub cannot be asked (HF_HUB_OFFLINE, no network, an error of the hub's) a
-    snapshot in its cache is used. A transfer that breaks is resumed. `endpoint` is another hub's address.
+    snapshot in its cache is used. A transfer that broke is resumed by the library or by the next call.
+    `endpoint` is another hub's address.
 
     Raises SourceError: the model or revision does not exist, is private or gated, the quantization is not there, the
     weights are pickles, the network or disk failed and nothing is cached.
@@ -78,12 +79,12 @@ def _fetch(repo: str, revision: str, quant: str | None, progress: bool | Progres
 
 def _cached_folder(repo: str, revision: str) -> Path | None:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         # No pattern: where the folder is, not whether it is complete, which depends on the files wanted.
         return Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[]))
-    except (LocalEntryNotFoundError, HFValidationError):
+    except (OSError, HFValidationError):
         return None
 
 

@@ -265,7 +265,11 @@ def test_broken_transfer_is_resumed(hub: Hub, endpoint: str, monkeypatch: pytest
     data = bytes(range(256)) * 2000
     hub.files[MAIN] = {"m.gguf": data}
     hub.breaks["m.gguf"] = [300_000]
-    assert resolve(REPO, endpoint=endpoint).read_bytes() == data
+    try:
+        path = resolve(REPO, endpoint=endpoint)
+    except SourceError:  # some releases of the library leave the rest to the next call
+        path = resolve(REPO, endpoint=endpoint)
+    assert path.read_bytes() == data
     ranges = [byte_range for method, path, byte_range in hub.requests if method == "GET" and path.endswith("m.gguf")]
     first, second = ranges
     assert first is None and second is not None
@@ -338,12 +342,9 @@ def test_cached_gguf_serves_by_its_tag(hub: Hub, endpoint: str, nowhere: str) ->
         resolve(f"{REPO}:Q4_K_M", endpoint=nowhere)
 
 
-def test_nothing_cached(endpoint: str, nowhere: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_cached(nowhere: str) -> None:
     with pytest.raises(SourceError, match="could not be fetched from the hub .*Connect to the network"):
         resolve(REPO, endpoint=nowhere)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SourceError, match=f"not in the cache {cache}, and offline mode is on"):
-        resolve(REPO, endpoint=endpoint)
 
 
 def test_unknown_revision_is_not_served_from_the_cache(hub: Hub, endpoint: str) -> None:
@@ -365,7 +366,13 @@ def test_cache_that_cannot_be_written(hub: Hub, endpoint: str, cache: Path) -> N
 def test_environment_variables_of_the_hub(hub: Hub, endpoint: str, tmp_path: Path) -> None:
     """HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE, as a user sets them."""
     hub.files[MAIN] = SAFETENSORS
-    program = f"from inferax.loaders.sources import resolve; print(resolve({REPO!r}))"
+    program = f"""
+from inferax.loaders.sources import SourceError, resolve
+try:
+    print(resolve({REPO!r}))
+except SourceError as error:
+    print(error)
+"""
     env = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": endpoint}
     env.pop("HF_HUB_CACHE", None)
 
@@ -377,4 +384,6 @@ def test_environment_variables_of_the_hub(hub: Hub, endpoint: str, tmp_path: Pat
     assert snapshot(Path(online.strip())) == SAFETENSORS and str(tmp_path / "home") in online
     hub.requests.clear()
     assert run(HF_HUB_OFFLINE="1") == online
+    nothing = run(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "other"))
+    assert f"{REPO}: is not in the cache {tmp_path / 'other' / 'hub'}, and offline mode is on" in nothing
     assert hub.requests == []

