@@ -42,8 +42,8 @@ class Op(Generic[P, R]):
     ) -> None:
         self.name = name
         self.reference = reference
-        self._default: Callable[P, R] = default or reference
-        self._rows = frozenset(rows)
+        self.default: Callable[P, R] = default or reference
+        self.rows = tuple(rows)
         self._implementations: dict[str, Implementation] = {}
         self.primitive = primitive = Primitive(f"inferax.{name}")
         primitive.multiple_results = True
@@ -51,7 +51,7 @@ class Op(Generic[P, R]):
         primitive.def_abstract_eval(self._abstract)
         ad.primitive_jvps[primitive] = self._jvp
         batching.primitive_batchers[primitive] = self._batch
-        mlir.register_lowering(primitive, self._lowering(self._default))
+        mlir.register_lowering(primitive, self._lowering(self.default))
 
     def __call__(self, *operands: P.args, **static: P.kwargs) -> R:
         leaves, tree = jax.tree.flatten(operands)
@@ -66,7 +66,7 @@ class Op(Generic[P, R]):
 
         def choose(*operands: Any, **static: Any) -> Any:
             result = function(*operands, **static)
-            return self._default(*operands, **static) if result is NotImplemented else result
+            return self.default(*operands, **static) if result is NotImplemented else result
 
         mlir.register_lowering(self.primitive, self._lowering(choose), platform=platform)
 
@@ -122,7 +122,7 @@ class Op(Generic[P, R]):
         moved = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(leaves, axes, strict=True)]
         mapped = [a is not None for a in axes]
         is_row = self._row_leaves(call, len(leaves))
-        if self._rows and not any(m and not r for m, r in zip(mapped, is_row, strict=True)):
+        if self.rows and not any(m and not r for m, r in zip(mapped, is_row, strict=True)):
             folded = []
             for x, m, r in zip(moved, mapped, is_row, strict=True):
                 if r and not m:
@@ -142,7 +142,7 @@ class Op(Generic[P, R]):
     def _row_leaves(self, call: Any, count: int) -> list[bool]:
         operands = jax.tree.unflatten(call[0], range(count))
         rows = [False] * count
-        for position in self._rows:
+        for position in self.rows:
             for leaf in jax.tree.leaves(operands[position]):
                 rows[leaf] = True
         return rows
