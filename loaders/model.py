@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,8 @@ import jax
 from jaxtyping import Array, Float32, Int32
 
 from inferax.errors import LoadError
-from inferax.loaders.gguf import GGUFFile, open_gguf
+from inferax.loaders.config import config_json, gguf_config, hf_config
+from inferax.loaders.gguf import open_gguf
 from inferax.loaders.params import load_params
 from inferax.loaders.progress import progress_class
 from inferax.loaders.safetensors import open_safetensors
@@ -23,7 +23,6 @@ from inferax.models import decoder
 from inferax.models.config import ModelConfig
 from inferax.models.decoder import Params, Tap
 from inferax.models.families import family_of_gguf, family_of_hf
-from inferax.models.readings import GGUFConfig, HFConfig
 from inferax.ops.linear import Compute
 
 
@@ -64,33 +63,6 @@ def load(
         return _load_safetensors(path, dtype, bar)
 
 
-def gguf_config(file: GGUFFile, path: Path) -> ModelConfig:
-    """The config that a GGUF file's metadata and tensor names tell."""
-    family = family_of_gguf(file.metadata.get("general.architecture"), str(path))
-    shapes = {name: info.shape for name, info in file.tensors.items()}
-    return family.from_gguf(GGUFConfig(file.metadata, str(path), shapes, file.read))
-
-
-def hf_config(directory: Path) -> ModelConfig:
-    """The config that a directory's config.json tells."""
-    values = _config_json(directory)
-    file = str(directory / "config.json")
-    return family_of_hf(values.get("model_type"), file).from_hf(HFConfig(values, file))
-
-
-def _config_json(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LoadError(path, "the file is missing", "A model directory needs its config.json.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise LoadError(path, f"it is not valid JSON ({error})", "Fetch it again.") from None
-    if not isinstance(values, dict):
-        raise LoadError(path, "it is not a JSON object", "Fetch it again.")
-    return values
-
-
 def _load_gguf(path: Path, dtype: Any, bar: Any) -> Model:
     file = open_gguf(path)
     try:
@@ -107,7 +79,7 @@ def _load_gguf(path: Path, dtype: Any, bar: Any) -> Model:
 
 def _load_safetensors(path: Path, dtype: Any, bar: Any) -> Model:
     config = hf_config(path)
-    table = family_of_hf(_config_json(path).get("model_type"), str(path)).hf_names(config)
+    table = family_of_hf(config_json(path).get("model_type"), str(path)).hf_names(config)
     source = open_safetensors(path)
     try:
         tokenizer = load_tokenizer(path)

@@ -129,7 +129,7 @@ def _finish(y: Array, bias: Array | None, post_norm: Norm | None, scale: float) 
 
 def head(params: Params) -> Any:
     """The output head [V, D]: the embedding where they are tied."""
-    return params.get("head", params["embed"])
+    return params["head"] if "head" in params else params["embed"]
 
 
 def final_norm(config: ModelConfig, params: Params) -> Norm:

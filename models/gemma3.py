@@ -67,7 +67,6 @@ def from_hf(c: HFConfig) -> ModelConfig:
         qk_norm=True,
         post_norms=True,
         attention_scale=c.number("query_pre_attn_scalar", 256) ** -0.5,
-        attention_softcap=c.get("attn_logit_softcapping"),
         logit_softcap=c.get("final_logit_softcapping"),
         embed_scale=_embed_scale(base.width),
     )
@@ -80,9 +79,17 @@ def _embed_scale(width: int) -> float:
 def from_gguf(c: GGUFConfig) -> ModelConfig:
     base = llama.from_gguf(c)
     window = c.get("attention.sliding_window")
-    layers = tuple(
-        LayerSpec(int(window) if window and (i + 1) % _PATTERN else None) for i in range(c.integer("block_count"))
-    )
+    count = c.integer("block_count")
+    given = c.get("attention.sliding_window_pattern", _PATTERN)
+    if isinstance(given, int | np.integer):
+        local = [bool((i + 1) % int(given)) for i in range(count)]
+    else:
+        local = [bool(x) for x in given]
+    if len(local) != count:
+        raise LoadError(
+            c.file, f"its sliding_window_pattern has {len(local)} entries for {count} layers", "They should agree."
+        )
+    layers = tuple(LayerSpec(int(window) if window and is_local else None) for is_local in local)
     # The file does not carry query_pre_attn_scalar: it is the head width, but for the 27B model D / H.
     width_per_head = base.width / base.num_heads
     return replace(
@@ -97,7 +104,6 @@ def from_gguf(c: GGUFConfig) -> ModelConfig:
         qk_norm=True,
         post_norms=True,
         attention_scale=(width_per_head if base.num_layers == 62 else base.head_dim) ** -0.5,
-        attention_softcap=c.get("attn_logit_softcapping"),
         logit_softcap=c.get("final_logit_softcapping"),
         embed_scale=_embed_scale(base.width),
         tied_head=not c.has("output.weight"),
