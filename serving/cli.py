@@ -1,1 +1,211 @@
-def main() -> None: ...
+"""The command line: `inferax generate`, `inferax chat` and `inferax info`. Documented in docs/cli.md.
+
+Nothing heavy is imported before a command runs, so that `inferax --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from inferax.errors import InferaxError, RequestError
+
+_INTERRUPTED, _BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
+_MODEL_HELP = "a .gguf file, a folder of safetensors, or org/name[:QUANT][@REVISION] on the Hugging Face hub"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C.
+
+    argv: the arguments without the program's name; by default those of the process.
+    Raises SystemExit as argparse does: after --help, and with 2 for arguments that cannot be parsed.
+    """
+    top = build_parser()
+    args = top.parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a character that the terminal's encoding lacks is no reason to fail
+            stream.reconfigure(errors="replace")
+    try:
+        if args.version:
+            from importlib.metadata import version
+
+            print(f"inferax {version('inferax')}")
+            return 0
+        if args.command is None:
+            top.error("a command is needed: generate, chat or info")
+        _hush_libraries(args.debug)
+        code = _run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered would fail again, and be reported, when the interpreter closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except Exception as error:
+        if args.debug:
+            raise
+        return _report(error, args)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    top = _Parser(
+        prog="inferax",
+        description="Runs large language models with JAX.",
+        epilog="`inferax COMMAND --help` lists a command's options.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="store_true", help="print the version and leave")
+    top.set_defaults(debug=False, command=None)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
+
+    generate = _command(commands, "generate", "answer one prompt: the answer goes to stdout, the rest to stderr")
+    generate.add_argument("prompt", nargs="?", help="the prompt; - or nothing reads it from stdin")
+    _add_model(generate, "--model")
+    _add_sampling(generate)
+    generate.add_argument("--raw", action="store_true", help="complete the prompt as it stands, without chat template")
+    _add_output(generate)
+
+    chat = _command(commands, "chat", "hold a conversation; /help there lists what can be done")
+    _add_model(chat, "--model")
+    _add_sampling(chat)
+    _add_output(chat)
+
+    info = _command(commands, "info", "say what a model is, without loading its weights")
+    info.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL_HELP} (default: the built-in model)")
+    info.add_argument("--revision", help="branch, tag or commit on the hub")
+    info.add_argument("--json", action="store_true", help="print it as JSON")
+    _add_output(info)
+    return top
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong usage in one line, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"inferax: error: {message} (see {self.prog} --help)\n")
+
+
+def _command(commands: argparse._SubParsersAction[_Parser], name: str, summary: str) -> _Parser:
+    command = commands.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
+    )
+    command.set_defaults(command=name)
+    return command
+
+
+def _add_model(command: argparse.ArgumentParser, name: str) -> None:
+    group = command.add_argument_group("model")
+    group.add_argument(name, metavar="MODEL", help=f"{_MODEL_HELP} (default: the built-in model)")
+    group.add_argument("--revision", help="branch, tag or commit on the hub")
+    group.add_argument(
+        "--compute", choices=("exact", "fast"), default="fast", help="float32 throughout, or fast (the default)"
+    )
+    group.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS", help="room for prompt and answer (default: the model's context)"
+    )
+    group.add_argument(
+        "--kv-cache-memory-bytes", type=int, metavar="BYTES", help="size of the KV cache (default: at most 1 GiB)"
+    )
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("answer")
+    group.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    group.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (default: 0.7)")
+    group.add_argument("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling (default: 0.95)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="likeliest tokens to keep (default: 0, all)")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="least share of the best (default: 0)")
+    group.add_argument("--seed", type=int, help="makes the answer repeatable (default: a random one, which is told)")
+    group.add_argument("--max-tokens", type=int, default=1024, metavar="TOKENS", help="longest answer (default: 1024)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before TEXT; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of answer")
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("output")
+    group.add_argument("--quiet", action="store_true", help="no figures and no progress, only errors, on stderr")
+    group.add_argument("--progress", action="store_true", help="progress bars even where stderr is not a terminal")
+    group.add_argument("--debug", action="store_true", help="Python's traceback and the libraries' logs on errors")
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "info":
+        from inferax.serving.info import info
+
+        return info(args)
+    from inferax.engine.params import SamplingParams
+
+    # Before the model is loaded, so that a wrong value is told at once.
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=args.stop,
+        max_tokens=args.max_tokens,
+        ignore_eos=args.ignore_eos,
+    )
+    if args.command == "generate":
+        if args.raw and args.system is not None:
+            raise RequestError("system", "--raw has no conversation for a system message to be in")
+        prompt = _prompt(args.prompt)
+        from inferax.serving.session import Session
+
+        return Session(args).generate(prompt, params, system=args.system, raw=args.raw)
+    from inferax.serving.chat import chat
+    from inferax.serving.session import Session
+
+    return chat(Session(args), params, system=args.system)
+
+
+def _prompt(argument: str | None) -> str:
+    if argument not in (None, "-"):
+        return argument or ""
+    if argument is None and sys.stdin.isatty():
+        raise RequestError("prompt", 'give one, as in `inferax generate "Why is the sky blue?"`, or - to type it')
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError("prompt", f"stdin is not UTF-8 ({error.reason} at byte {error.start})") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _report(error: Exception, args: argparse.Namespace) -> int:
+    from inferax.serving.text import printable
+
+    code, text = 1, str(error)
+    if isinstance(error, RequestError):
+        # The engine names its parameters; here they are flags.
+        flags = {name: f"--{name.replace('_', '-')}" for name in vars(args) if name not in ("prompt", "command")}
+        if error.field in flags:
+            code, text = 2, f"{flags[error.field]}{text.removeprefix(error.field)}"
+        for name, flag in flags.items():
+            text = text.replace(name, flag) if "_" in name else text
+        code = 2 if error.field == "prompt" and args.prompt is None and sys.stdin.isatty() else code
+    elif not isinstance(error, InferaxError):
+        text = f"unexpected {type(error).__name__}: {' '.join(text.split())} (--debug shows where it comes from)"
+    print(f"inferax: error: {printable(text)}", file=sys.stderr)
+    return code
+
+
+def _hush_libraries(debug: bool) -> None:
+    """Keeps stderr for what concerns the user. This process is ours; a library would have no business doing so."""
+    if debug:
+        return
+    import logging
+    import warnings
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own log; read when jaxlib is loaded
+
+
+if __name__ == "__main__":
+    sys.exit(main())
