@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,14 +46,21 @@ def test_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
-def test_weights_are_fixed_and_not_degenerate(case: TinyCase) -> None:
-    model, again = case.build(), case.build()
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+def test_models_are_not_degenerate(case: TinyCase) -> None:
+    model = case.build()
     assert all(value.std() > 0.02 for value in model.state_dict().values())
     assert model.config._attn_implementation == "eager" and not model.training
     logits = reference_logits(model, token_batch(model.config.vocab_size))
     assert logits.dtype == np.float32 and logits.shape == (2, SEQUENCE, model.config.vocab_size)
     assert 0.5 < logits.std() < 4
+
+
+@pytest.mark.parametrize("name", ["llama/all-biases-tied", "gemma3_text/untied"])
+def test_weights_are_fixed(name: str) -> None:
+    model = by_name(name).build()
+    torch.manual_seed(1)
+    again = by_name(name).build().state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
@@ -94,11 +102,13 @@ def test_references_do_not_depend_on_earlier_calls() -> None:
     np.testing.assert_array_equal(reference_logits(model, tokens[:, :40]), short)
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["rope-parameters", "rope-scaling"])
 @pytest.mark.parametrize("case", CASES, ids=repr)
-def test_saved_directory_reads_back(case: TinyCase, legacy: bool, tmp_path: Path) -> None:
+def test_saved_directory_reads_back(case: TinyCase, tmp_path: Path) -> None:
+    """The older layout of config.json is ours, so each case is held to it; the current one is transformers' own."""
     model = case.build()
-    save_hf(model, tmp_path, legacy_config=legacy)
+    save_hf(model, tmp_path, legacy_config=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" not in config and "rope_theta" in config
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     tokens = token_batch(model.config.vocab_size)
     np.testing.assert_array_equal(reference_logits(again, tokens), reference_logits(model, tokens))
