@@ -37,10 +37,19 @@ class Model:
     source: Path
 
     def apply(
-        self, params: Params, tokens: Int32[Array, "B L"], *, compute: Compute = "exact", tap: Tap | None = None
+        self,
+        params: Params,
+        tokens: Int32[Array, "B L"],
+        *,
+        positions: Int32[Array, "B J"] | None = None,
+        compute: Compute = "exact",
+        tap: Tap | None = None,
     ) -> Float32[Array, "B L V"]:
-        """Logits at every position. `tap(name, value)` sees and may replace named activations (models/decoder.py)."""
-        return decoder.apply(replace(self.config, compute=compute), params, tokens, tap=tap)
+        """Logits at every position, or [B, J, V] at `positions` only.
+
+        `tap(name, value)` sees and may replace named activations (models/decoder.py).
+        """
+        return decoder.apply(replace(self.config, compute=compute), params, tokens, positions=positions, tap=tap)
 
 
 def load(

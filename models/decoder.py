@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int32
 
 from inferax.models.config import ModelConfig
 from inferax.ops.attention import AttentionSpec, attention
@@ -147,9 +147,18 @@ def logits(config: ModelConfig, params: Params, hidden: Float32[Array, "T D"]) -
 
 
 def apply(
-    config: ModelConfig, params: Params, tokens: Array, *, page_size: int = 16, tap: Tap | None = None
+    config: ModelConfig,
+    params: Params,
+    tokens: Int32[Array, "B L"],
+    *,
+    positions: Int32[Array, "B J"] | None = None,
+    page_size: int = 16,
+    tap: Tap | None = None,
 ) -> Float32[Array, "B L V"]:
-    """Logits at every position of whole sequences `tokens` [B, L]: the same forward over a trivially paged batch."""
+    """Logits at every position of whole sequences, or [B, J, V] at `positions` only.
+
+    The same forward as the engine's, over a trivially paged batch.
+    """
     count, length = tokens.shape
     pages = -(-length // page_size)
     rows = count * length
@@ -174,4 +183,6 @@ def apply(
     shape = (count * pages, page_size, 2, config.num_kv_heads, config.head_dim)
     cache = tuple(jnp.zeros(shape, jnp.float32) for _ in config.layers)
     hidden, _ = forward(config, params, batch, cache, tap=tap)
-    return logits(config, params, hidden).reshape(count, length, -1)
+    if positions is not None:
+        hidden = jnp.take_along_axis(hidden.reshape(count, length, -1), positions[..., None], axis=1)
+    return logits(config, params, hidden.reshape(-1, config.width)).reshape(count, -1, config.vocab_size)
