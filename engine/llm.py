@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferax.engine.backend import Backend, XlaBackend
-from inferax.engine.loop import Event, run
+from inferax.engine.loop import Event, run, scheduler_for
 from inferax.engine.memory import available_memory
 from inferax.engine.outputs import RequestMetrics, RequestOutput
 from inferax.engine.params import SamplingParams
 from inferax.engine.programs import EngineShape
 from inferax.engine.runner import Runner
+from inferax.engine.scheduler import Policy
 from inferax.engine.sequence import Sequence as Seq
 from inferax.errors import RequestError
 from inferax.loaders.cache import cache_folder
@@ -43,6 +44,8 @@ class LLM:
     max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens per step.
     kv_cache_memory_bytes: size of the KV cache; by default what the sequences can need, at most 1 GiB and a
         quarter of the memory that is free.
+    scheduling_policy: "fcfs", "priority" or "lpm" (longest cached prefix first).
+    enable_prefix_caching: whether prompts reuse the pages of earlier ones with the same beginning.
     seed: makes the seeds of requests without one reproducible.
     progress: bars on stderr while fetching, loading and compiling.
     Raises LoadError or SourceError for a model that cannot be loaded, RequestError for an impossible size.
@@ -59,6 +62,8 @@ class LLM:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 256,
         kv_cache_memory_bytes: int | None = None,
+        scheduling_policy: Policy = "fcfs",
+        enable_prefix_caching: bool = True,
         seed: int | None = None,
         progress: bool = False,
         backend: Backend | None = None,
@@ -81,6 +86,9 @@ class LLM:
             self.config.context_length,
             max_model_len or shape.pages_per_seq[0] * _PAGE_SIZE,
             shape.num_pages[0] * _PAGE_SIZE,
+        )
+        self._scheduler = scheduler_for(
+            shape, self.config.windows, policy=scheduling_policy, caching=enable_prefix_caching
         )
         self._runner = Runner(self.config, shape, self._backend, self.model.params, self._cache_dtype)
         self._seeds = np.random.default_rng(seed)
@@ -145,7 +153,7 @@ class LLM:
         started = time.perf_counter()
         first = None
         (request, seqs) = requests[0]
-        for event in run(self._runner, seqs):
+        for event in run(self._runner, seqs, self._scheduler):
             now = time.perf_counter() - started
             first = now if first is None else first
             request.finished = all(s.finished for s in seqs)
@@ -210,6 +218,8 @@ class LLM:
                 if token >= self.config.vocab_size:
                     raise RequestError("stop_token_ids", f"{token} is not in [0, {self.config.vocab_size})")
             seed = int(self._seeds.integers(2**63)) if p.seed is None else p.seed
+            # Where frequencies follow the prompt's length, its keys fit no prompt of another length.
+            salt = f"{len(ids)}".encode() if any(r.length_dependent for r in self.config.rotaries) else b""
             seqs = [
                 Seq(
                     request_id=str(self._count),
@@ -219,17 +229,23 @@ class LLM:
                     index=i,
                     max_tokens=min(room, p.max_tokens or room),
                     eos_ids=frozenset(self.tokenizer.eos_ids),
-                    detokenizer=Detokenizer(self.tokenizer, ids, skip_special_tokens=p.skip_special_tokens)
-                    if p.detokenize
-                    else None,
+                    detokenizer=self._detokenizer(p, ids),
                     token_text=self.tokenizer.token_text,
+                    salt=salt,
                 )
                 for i in range(p.n)
             ]
+            for other in seqs[1:]:
+                other.sibling = seqs[0]
             output = RequestOutput(str(self._count), text, ids, [s.output for s in seqs], False)
             requests.append((output, seqs))
             self._count += 1
         return requests
+
+    def _detokenizer(self, params: SamplingParams, ids: list[int]) -> Detokenizer | None:
+        if not params.detokenize:
+            return None
+        return Detokenizer(self.tokenizer, ids, skip_special_tokens=params.skip_special_tokens)
 
     def _run(
         self, prompts: Sequence[tuple[str | None, list[int]]], params: Sequence[SamplingParams], use_tqdm: bool
@@ -240,7 +256,7 @@ class LLM:
         started = time.perf_counter()
         bar = progress_class(use_tqdm)(total=len(requests), desc="Prompts", unit="prompt")
         with bar:
-            for event in run(self._runner, [s for _, seqs in requests for s in seqs]):
+            for event in run(self._runner, [s for _, seqs in requests for s in seqs], self._scheduler):
                 self._note(event, by_id, first, started, bar)
         return [output for output, _ in requests]
 

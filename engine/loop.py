@@ -1,15 +1,18 @@
-"""The loop over a fixed set of sequences: admits in order, prefills in chunks, decodes, one step ahead of the host."""
+"""The loop that drives the scheduler and the runner, one step ahead of the host."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 
 import numpy as np
 
 from inferax.engine.outputs import Logprob
-from inferax.engine.runner import Chunk, Runner, StepResult
+from inferax.engine.pages import Pages
+from inferax.engine.programs import EngineShape
+from inferax.engine.runner import Runner, StepResult
+from inferax.engine.scheduler import Policy, Scheduler
 from inferax.engine.sequence import Sequence
 
 
@@ -22,69 +25,51 @@ class Event:
     text: str
 
 
-class _Room:
-    """Sequence slots and pages. A sequence takes all it can ever need when it is admitted."""
-
-    def __init__(self, runner: Runner) -> None:
-        shape = runner.shape
-        self.page_size = shape.page_size
-        self.slots = list(range(shape.max_seqs))[::-1]
-        self.free = [list(range(count))[::-1] for count in shape.num_pages]
-
-    def admit(self, seq: Sequence) -> bool:
-        need = -(-(seq.prompt_len + seq.max_tokens) // self.page_size)
-        if not self.slots or any(len(pages) < need for pages in self.free):
-            return False
-        seq.slot = self.slots.pop()
-        seq.pages = [np.array([pages.pop() for _ in range(need)], np.int32) for pages in self.free]
-        return True
-
-    def release(self, seq: Sequence) -> None:
-        self.slots.append(seq.slot)
-        for pages, taken in zip(self.free, seq.pages, strict=True):
-            pages.extend(int(p) for p in taken[::-1])
-        seq.pages = []
+def scheduler_for(
+    shape: EngineShape, windows: SequenceType[int | None], *, policy: Policy = "fcfs", caching: bool = True
+) -> Scheduler:
+    """An empty scheduler for an engine of that shape; `windows` are its cache groups'."""
+    pages = Pages(shape.num_pages, shape.page_size, windows, caching)
+    return Scheduler(pages, shape.max_seqs, shape.max_batched_tokens, policy)
 
 
-def run(runner: Runner, sequences: Iterable[Sequence]) -> Iterator[Event]:
-    """Runs sequences to their end. Step N + 1 is enqueued before the tokens of step N are read."""
-    waiting, running = deque(sequences), list[Sequence]()
-    room = _Room(runner)
+def run(runner: Runner, sequences: Iterable[Sequence], scheduler: Scheduler | None = None) -> Iterator[Event]:
+    """Runs sequences to their end. Step N + 1 is enqueued before the tokens of step N are read.
+
+    Whoever stops reading early aborts what has not ended. A step that fails loses the cache's contents: it is rebuilt
+    and the prefix index with it, and the error is raised.
+    """
+    scheduler = scheduler or scheduler_for(runner.shape, runner.config.windows)
+    mine = list(sequences)
+    for seq in mine:
+        scheduler.add(seq)
     in_flight: StepResult | None = None
-    while waiting or running or in_flight is not None:
-        while waiting and room.admit(waiting[0]):
-            running.append(waiting.popleft())
-        chunks = _plan(running, runner.shape.max_batched_tokens)
-        enqueued = _enqueue(runner, chunks) if chunks else None
-        if in_flight is not None:
-            yield from _retire(in_flight)
-            for seq in [s for s in running if s.finished]:
-                running.remove(seq)
-                room.release(seq)
-        in_flight = enqueued
-
-
-def _plan(running: list[Sequence], budget: int) -> list[Chunk]:
-    """Lets computed tokens catch up with known ones, in order, under a budget of tokens."""
-    chunks = []
-    for seq in running:
-        if seq.finished or seq.computed >= seq.known or (seq.exhausted and seq.computed >= seq.prompt_len):
-            continue
-        count = min(seq.known - seq.computed, budget)
-        if count == 0:
-            break
-        budget -= count
-        stop = seq.computed + count
-        chunks.append(Chunk(seq, seq.computed, stop, samples=stop == seq.known and not seq.exhausted))
-    return chunks
-
-
-def _enqueue(runner: Runner, chunks: list[Chunk]) -> StepResult:
-    result = runner.step(chunks)
-    for chunk in chunks:
-        chunk.seq.computed = chunk.stop
-        chunk.seq.pending += chunk.samples
-    return result
+    try:
+        while not scheduler.idle or in_flight is not None:
+            plan = scheduler.schedule()
+            enqueued = None
+            if plan.chunks:
+                enqueued = runner.step(plan.chunks)
+                scheduler.commit(plan)
+            elif in_flight is None:
+                raise RuntimeError(f"{scheduler.num_waiting} sequences wait and none can run: a page pool is too small")
+            if in_flight is not None:
+                for event in _retire(in_flight):
+                    if event.seq.finished:
+                        scheduler.finish(event.seq)
+                    yield event
+            in_flight = enqueued
+    except GeneratorExit:
+        raise
+    except BaseException:
+        runner.reset()
+        scheduler.pages.reset()
+        raise
+    finally:
+        for seq in mine:
+            if not seq.finished:
+                seq.output.finish_reason = "abort"
+                scheduler.finish(seq)
 
 
 def _retire(result: StepResult) -> Iterator[Event]:

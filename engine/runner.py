@@ -22,21 +22,12 @@ from inferax.engine.programs import (
     sample_step,
     sampler_params,
 )
+from inferax.engine.scheduler import Chunk
 from inferax.engine.sequence import Sequence as Seq
 from inferax.models.config import ModelConfig
 from inferax.models.decoder import Params
 from inferax.ops.batch import BatchShape
 from inferax.ops.cache import cache_shape
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one sequence does in a step: compute its tokens [start, stop), and sample after the last known one."""
-
-    seq: Seq
-    start: int
-    stop: int
-    samples: bool
 
 
 @dataclass
@@ -158,8 +149,9 @@ class Runner:
             views["context_len"][0][i] = chunk.stop
             views["prompt_len"][0][i] = seq.prompt_len
             views["state_slot"][0][i] = seq.slot
-            for group, pages in enumerate(seq.pages):
-                views["page_table"][group][i, : len(pages)] = pages
+            for group, table in enumerate(seq.tables):
+                pages = views["page_table"][group][i]
+                pages[: len(table)] = table
                 views["slots"][group][at : at + count] = pages[where // page_size] * page_size + where % page_size
             at += count
             starts[i + 1] = at

@@ -22,7 +22,7 @@ class TextSink(Protocol):
     def flush(self) -> str: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """`tokens` are those the host knows; the device may be one sampled token ahead (`pending`)."""
 
@@ -35,12 +35,22 @@ class Sequence:
     eos_ids: frozenset[int]
     detokenizer: TextSink | None = None
     token_text: Callable[[int], str] | None = None
+    priority: int = 0
+    salt: bytes = b""
+    sibling: Sequence | None = None
 
     tokens: list[int] = field(init=False)
     computed: int = field(init=False, default=0)
     pending: int = field(init=False, default=0)
     slot: int = field(init=False, default=-1)
-    pages: list[np.ndarray] = field(init=False, default_factory=list)
+    # The scheduler's: pages of each cache group by block, the first block still held, hashes of full blocks.
+    tables: list[list[int]] = field(init=False, default_factory=list)
+    held_from: list[int] = field(init=False, default_factory=list)
+    hashes: list[bytes] = field(init=False, default_factory=list)
+    published: int = field(init=False, default=0)
+    cached: int = field(init=False, default=0)
+    arrival: int = field(init=False, default=-1)
+    passed_over: int = field(init=False, default=0)
     output: CompletionOutput = field(init=False)
     sampler_row: np.ndarray = field(init=False)
     _held: str = field(init=False, default="")
@@ -80,6 +90,11 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.output.finished
+
+    @property
+    def wants_compute(self) -> bool:
+        """Whether there are tokens whose keys and values, or whose successor, are still to be computed."""
+        return not self.finished and self.computed < self.known and not (self.exhausted and self.pending > 0)
 
     @property
     def exhausted(self) -> bool:
