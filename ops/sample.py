@@ -110,7 +110,7 @@ def sample_reference(logits: Float32[Array, "R V"], rows: SamplerRows) -> Int32[
     return tokens
 
 
-_sample = Op("sample", sample_reference)
+_sample = Op("sample", sample_reference, rows=(0, 1))
 
 
 def sample(logits: Float32[Array, "R V"], rows: SamplerRows) -> Int32[Array, " R"]:
