@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram
 
 from inferax.errors import LoadError, UnsupportedError
@@ -319,10 +319,12 @@ def _unigram(meta: _Metadata, tokens: list[str], types: Array, unk: int | None, 
     except Exception as error:  # tokenizers raises plain Exception
         raise meta.error(f"its unigram vocabulary cannot be built ({error})") from None
     if meta.flag("remove_extra_whitespaces", False):
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if space_prefix:
         steps.append(normalizers.Prepend(SPACE))
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    if byte_fallback:  # text that spells a byte token is not that token
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous")
     backend.decoder = _sentencepiece_decoder(space_prefix)
     return backend
 
@@ -333,14 +335,13 @@ def _sentencepiece_decoder(space_prefix: bool) -> decoders.Decoder:
 
 
 def _add_tokens(backend: Tokenizer, tokens: Sequence[str], types: Array, strip_right: bool) -> None:
-    """Control and unknown tokens become special added tokens, user-defined ones plain added tokens."""
-    kept = ("<unk>", "<s>", "<|endoftext|>")
-    special = np.flatnonzero((types == TokenType.CONTROL) | (types == TokenType.UNKNOWN)).tolist()
-    backend.add_special_tokens(
-        [
-            AddedToken(token, rstrip=strip_right and token not in kept, normalized=False, special=True)
-            for token in map(tokens.__getitem__, special)
-        ]
-    )
-    plain = np.flatnonzero(types == TokenType.USER_DEFINED).tolist()
-    backend.add_tokens([AddedToken(tokens[index], normalized=False, special=False) for index in plain])
+    """Control and unknown tokens become special added tokens, user-defined ones plain added tokens.
+
+    strip_right: the space behind a token belongs to it, but for a few. No key of a file says so; Phi-3's does.
+    """
+    special = (types == TokenType.CONTROL) | (types == TokenType.UNKNOWN)
+    added: list[AddedToken] = []
+    for index in np.flatnonzero(special | (types == TokenType.USER_DEFINED)).tolist():
+        strip = strip_right and tokens[index] not in ("<unk>", "<s>", "<|endoftext|>")
+        added.append(AddedToken(tokens[index], rstrip=strip, normalized=False, special=bool(special[index])))
+    backend.add_tokens(added)

@@ -51,7 +51,7 @@ class Tokenizer:
         backend = self.backend if parse_special else self._literal
         try:
             encoding = backend.encode(text, add_special_tokens=add_special_tokens)
-            if not parse_special and self._spells_special(encoding):
+            if not parse_special and self._spells_special(text, encoding):
                 encoding = self._guarded.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:
             problem = "it has a lone surrogate, which is no character" if isinstance(text, str) else "it is no string"
@@ -105,13 +105,15 @@ class Tokenizer:
         special = [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
         texts = sorted({form for text in special for form in (text, text.replace(" ", SPACE)) if len(text) > 1})
         cut = "|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in texts)
-        steps = [pre_tokenizers.Split(Regex(cut), "isolated")]
+        steps = [pre_tokenizers.Split(Regex(cut), "merged_with_previous")]
         if self.backend.pre_tokenizer is not None:
             steps.append(self.backend.pre_tokenizer)
         return _twin(self.backend, pre_tokenizers.Sequence(steps))
 
-    def _spells_special(self, encoding: tokenizers.Encoding) -> bool:
-        hit = self.special_ids.intersection(encoding.ids) - {self.unk_id}
+    def _spells_special(self, text: str, encoding: tokenizers.Encoding) -> bool:
+        hit = self.special_ids.intersection(encoding.ids)
+        if self.unk_id in hit and str(self.backend.id_to_token(self.unk_id)) not in text:
+            hit -= {self.unk_id}  # unknown text, as it should be
         return bool(hit) and any(
             index in hit and not template
             for index, template in zip(encoding.ids, encoding.special_tokens_mask, strict=True)
