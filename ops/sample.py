@@ -82,15 +82,16 @@ def _draw(scores: Float32[Array, "R V"], rows: SamplerRows) -> Int32[Array, " R"
     first, second = uniform_pair(rows.seed, rows.sample_index, rows.position)
 
     def pick(mass: Float32[Array, "R n"], u: Float32[Array, " R"]) -> Int32[Array, " R"]:
-        # Blocks and tokens without mass can not be picked: the sum rises only where there is some.
+        # A parallel sum need not rise only where there is mass: blocks and tokens without any are excluded by name.
         running = jnp.cumsum(mass, axis=1)
-        above = running > (u * running[:, -1])[:, None]
+        above = (running > (u * running[:, -1])[:, None]) & (mass > 0)
         last = mass.shape[1] - 1 - jnp.argmax((mass > 0)[:, ::-1], axis=1)
         return jnp.where(jnp.any(above, axis=1), jnp.argmax(above, axis=1), last).astype(jnp.int32)
 
     block = pick(jnp.sum(weights, axis=2), first)
     inside = pick(jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0], second)
-    return block * _BLOCK + inside
+    # Logits that are all NaN or masked have no right answer, but the id must be one.
+    return jnp.minimum(block * _BLOCK + inside, vocab - 1)
 
 
 def sample_reference(logits: Float32[Array, "R V"], rows: SamplerRows) -> Int32[Array, " R"]:
@@ -99,8 +100,10 @@ def sample_reference(logits: Float32[Array, "R V"], rows: SamplerRows) -> Int32[
     drawn = rows.temperature > 0
 
     def stochastic() -> Int32[Array, " R"]:
-        scores = logits / jnp.where(drawn, rows.temperature, 1.0)[:, None]
-        floor = jnp.max(scores, axis=1) + jnp.log(rows.min_p)
+        # The largest score is 0 before the division, so that no temperature overflows it.
+        shifted = logits - jnp.max(logits, axis=1, keepdims=True)
+        scores = shifted / jnp.where(drawn, rows.temperature, 1.0)[:, None]
+        floor = jnp.log(rows.min_p)
         scores = jnp.where(scores >= floor[:, None], scores, -jnp.inf)
         scores = jax.lax.cond(jnp.any(rows.top_k > 0), lambda: _keep_top_k(scores, rows.top_k), lambda: scores)
         scores = jax.lax.cond(jnp.any(rows.top_p < 1), lambda: _keep_top_p(scores, rows.top_p), lambda: scores)

@@ -381,9 +381,9 @@ def attention_cases() -> Iterator[Case]:
 # sample
 
 
-def sampler_rows(rows: int, seed: int = 0, **values: Any) -> SamplerRows:
+def sampler_rows(rows: int, *, drawn_from: int = 0, **values: Any) -> SamplerRows:
     """Rows with seeds of their own; `values` are scalars or lists of one value per row."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(drawn_from)
 
     def column(name: str, default: float, dtype: Any) -> jax.Array:
         return jnp.asarray(np.broadcast_to(np.asarray(values.get(name, default), dtype), (rows,)))
