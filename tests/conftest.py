@@ -28,6 +28,16 @@ GEMMA3_270M = WheelModel(
 )
 
 
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # the smoke tests go without it
+    pass
+else:
+    # The same examples in every run, so that a change is judged by what it changes; `prove` looks further.
+    settings.register_profile("default", max_examples=100, derandomize=True)
+    settings.register_profile("prove", max_examples=1000, derandomize=False)
+    settings.load_profile("default")
+
 # Before any test imports jax. JAX_PLATFORMS in the environment runs the suite elsewhere.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -166,7 +166,8 @@ def play(scenario: dict[str, object]) -> tuple[Device, list[Sequence]]:
     return device, seqs
 
 
-@settings(max_examples=5000, deadline=None, derandomize=True)
+# 5,000 examples; `--hypothesis-profile prove` makes that 50,000.
+@settings(max_examples=50 * settings.default.max_examples, deadline=None)
 @given(scenarios())
 def test_every_request_ends_with_its_own_tokens(scenario: dict[str, object]) -> None:
     device, seqs = play(scenario)
@@ -180,7 +181,7 @@ def test_every_request_ends_with_its_own_tokens(scenario: dict[str, object]) -> 
         assert pool.num_free == pool.num_pages, "pages are lost"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(scenarios())
 def test_the_same_events_give_the_same_plans(scenario: dict[str, object]) -> None:
     assert play(scenario)[0].plans == play(scenario)[0].plans
