@@ -171,11 +171,11 @@ def read_vocab(metadata: Mapping[str, Any], file: Path) -> GGUFVocab:
     else:
         backend = _byte_level_bpe(meta, tokens, types, pre, pre_name)
     _add_tokens(backend, tokens, types, strip_right=architecture == "phi3" and kind == "llama")
-    set_template(backend, bos if add_bos else None, eos if add_eos else None)
+    _set_template(backend, bos if add_bos else None, eos if add_eos else None)
     return GGUFVocab(backend, count, bos, end_ids, pad, unk, add_bos, add_eos)
 
 
-def set_template(backend: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
+def _set_template(backend: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
     """Makes `encode(..., add_special_tokens=True)` begin with bos_id and end with eos_id, where given."""
     pieces = [("bos", bos_id), ("$A", None), ("eos", eos_id)]
     backend.post_processor = processors.TemplateProcessing(

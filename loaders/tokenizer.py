@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from inferax.errors import LoadError, RequestError
-from inferax.loaders.gguf_vocab import SPACE, read_vocab, set_template
+from inferax.loaders.gguf_vocab import SPACE, read_vocab
 from inferax.loaders.hf_files import listed_tokens, named_tokens, read_json
 from inferax.loaders.pieces import Pieces, read_pieces
 
@@ -143,8 +143,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], file: Path) -> Tokenizer:
 def load_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of a model directory: tokenizer.json, with what the configs beside it say of its tokens.
 
-    Special tokens and BOS/EOS follow tokenizer_config.json as in transformers; the ends of a generation are all that
-    generation_config.json, config.json and the tokenizer name. Raises LoadError, naming the file and the remedy.
+    As in transformers 5, tokenizer.json alone says whether BOS and EOS go around a text, whatever `add_bos_token` in
+    tokenizer_config.json is. The ends of a generation are all that generation_config.json, config.json and the
+    tokenizer name. Raises LoadError, naming the file and the remedy.
     """
     file = directory / "tokenizer.json"
     if not file.is_file():
@@ -161,10 +162,6 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     _add_listed(backend, config, [*named.values(), *listed_tokens(directory)], directory / "tokenizer_config.json")
     ids = {name: backend.token_to_id(text) for name, text in named.items()}
     bos, eos = ids.get("bos_token"), ids.get("eos_token")
-    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-        set_template(
-            backend, bos if config.get("add_bos_token") else None, eos if config.get("add_eos_token") else None
-        )
     around = backend.encode("", add_special_tokens=True).ids
     ends = [eos, *_config_ids(directory / "generation_config.json"), *_config_ids(directory / "config.json")]
     return Tokenizer(

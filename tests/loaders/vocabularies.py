@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 import sentencepiece
+import tokenizers
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tests.corpus import corpus
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILE = Path("vocab.gguf")
 SPACE = "\u2581"
+SPECIAL = ["<unk>", "<s>", "</s>", "<pad>"]
 
 
 @cache
@@ -111,3 +113,65 @@ def gguf_sentencepiece(metadata: Mapping[str, Any]) -> sentencepiece.SentencePie
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(proto.SerializeToString())
     return processor
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """As of Llama 3: a Split, ByteLevel, BOS by the post-processor."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        special_tokens=SPECIAL,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(corpus(300), trainer)
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """As of Llama 2: spaces are U+2581, bytes are tokens, one space is put before each text."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        special_tokens=[*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))],
+        limit_alphabet=200,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(300), trainer)
+    # The trainer makes special tokens of the bytes, which they are not.
+    source = json.loads(tokenizer.to_str())
+    source["added_tokens"] = source["added_tokens"][: len(SPECIAL)]
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(source))
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    """A decoder that looks at neighbours."""
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=1500, special_tokens=SPECIAL, show_progress=False)
+    tokenizer.train_from_iterator(corpus(300), trainer)
+    return tokenizer
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """As of T5: unigram, with a decoder for which the first token is another."""
+    tokenizer = tokenizers.Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=1000, special_tokens=SPECIAL[1:], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus(300), trainer)
+    return tokenizer
