@@ -111,8 +111,8 @@ def superword_merges() -> list[str]:
     trainer = trainers.BpeTrainer(
         vocab_size=256 + MERGES, show_progress=False, initial_alphabet=alphabet, max_token_length=12
     )
-    # llama.cpp takes any token that spells an end of text for special.
-    tokenizer.train_from_iterator([text for text in corpus() if "</s>" not in text], trainer)
+    # Without the texts of special tokens: llama.cpp takes any token that spells an end of text for special.
+    tokenizer.train_from_iterator([text for text in corpus() if not {"<", "["} & set(text)], trainer)
     return [" ".join(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from random import Random
+from unicodedata import ucd_3_2_0
 
 _ENGLISH = (
     "the of and to in is was for on that with as his they at be this have from or had by hot word but what some we can "
@@ -95,14 +96,18 @@ def corpus(count: int = 2000) -> list[str]:
             digits + choice.of(("%", "px", "st", "½", "²", "٣", "Ⅷ")),
         )[choice.below(4)]
 
-    def letter() -> str:
+    def any_character() -> str:
         kind = choice.below(10)
         if kind < 4:
             return chr(0x20 + choice.below(0x60))
         if kind < 7:
             return chr(0xA0 + choice.below(0x2F00))
-        code = choice.below(0x30000)
-        return "?" if 0xD800 <= code < 0xE000 else chr(code)
+        return chr(choice.below(0x30000))
+
+    def character() -> str:
+        # Of Unicode 3.2, since every tokenizer has its own version of the tables.
+        found = any_character()
+        return "?" if ucd_3_2_0.category(found) in ("Cn", "Cs") else found
 
     kinds: tuple[Callable[[], str], ...] = (
         lambda: choice.many(english, 3, 25, " "),
@@ -119,7 +124,7 @@ def corpus(count: int = 2000) -> list[str]:
         lambda: choice.many(lambda: choice.of((english(), choice.of(_SPACES))), 3, 20),
         lambda: choice.many(lambda: choice.of((english(), choice.of(_SPECIAL), choice.of(_SPACES))), 2, 10),
         lambda: choice.many(lambda: choice.of((choice.of(_PUNCTUATION), english())), 1, 20),
-        lambda: choice.many(letter, 1, 30),
+        lambda: choice.many(character, 1, 30),
     )
     return [kinds[index % len(kinds)]() for index in range(count)]
 
