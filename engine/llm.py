@@ -170,7 +170,7 @@ class LLM:
                 "messages", f"{self.model.source} has no chat template; use generate with a plain prompt instead"
             )
         text = self.model.template.render(messages, **kwargs)
-        return text, encode_chat(self.tokenizer, text)
+        return text, self._ids(encode_chat(self.tokenizer, text))
 
     def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -180,7 +180,7 @@ class LLM:
                 return self._prompt(prompt["prompt"])
             raise RequestError("prompt", "a prompt mapping needs 'prompt' (a string) or 'prompt_token_ids'")
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            return prompt, self._ids(self.tokenizer.encode(prompt))
         return None, self._ids(prompt)
 
     def _ids(self, ids: Any) -> list[int]:

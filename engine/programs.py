@@ -86,7 +86,9 @@ def sample_step(
     )
     out = {"tokens": tokens}
     out |= jax.lax.cond(
-        jnp.any(ints["logprobs"] >= 0), partial(_logprobs, logits, tokens), partial(_no_logprobs, logits, tokens)
+        jnp.any(ints["logprobs"] >= 0),
+        partial(_logprobs, config, params, rows, logits, tokens),
+        partial(_no_logprobs, logits, tokens),
     )
     return out, {"last_tokens": state["last_tokens"].at[ints["slot"]].set(tokens)}
 
@@ -95,8 +97,15 @@ def _num_top(logits: Array) -> int:
     return min(MAX_LOGPROBS, int(logits.shape[1]))
 
 
-def _logprobs(logits: Float32[Array, "R V"], tokens: Int32[Array, " R"]) -> dict[str, Array]:
-    lse = jax.nn.logsumexp(logits, axis=1)
+def _logprobs(
+    config: ModelConfig,
+    params: Params,
+    rows: Float32[Array, "R D"],
+    logits: Float32[Array, "R V"],
+    tokens: Int32[Array, " R"],
+) -> dict[str, Array]:
+    # The op's log-sum-exp, whose order of summation does not depend on the bucket.
+    _, lse = decoder.logprobs(config, params, rows, tokens[:, None])
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     top, ids = jax.lax.top_k(logits, _num_top(logits))
     return {

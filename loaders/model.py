@@ -101,7 +101,8 @@ def _load_safetensors(path: Path, dtype: Any, bar: Any) -> Model:
 
 
 def _checked(model: Model) -> Model:
-    if model.tokenizer.vocab_size > model.config.vocab_size:
+    # A few ids past the embedding are tokens of other modalities (Gemma 3 has one); the engine refuses them when used.
+    if model.tokenizer.vocab_size > model.config.vocab_size + 256:
         raise LoadError(
             model.source,
             f"the tokenizer has {model.tokenizer.vocab_size} tokens, the model's embedding {model.config.vocab_size}",

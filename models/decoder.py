@@ -16,6 +16,7 @@ from inferax.ops.batch import Batch
 from inferax.ops.cache import Cache
 from inferax.ops.collectives import all_reduce
 from inferax.ops.linear import embed, gated_mlp, in_width, linear
+from inferax.ops.logprobs import logprobs as ops_logprobs
 from inferax.ops.norm import Norm, norm
 from inferax.ops.rotary import rotary
 
@@ -144,6 +145,20 @@ def logits(config: ModelConfig, params: Params, hidden: Float32[Array, "T D"]) -
         out = out * jnp.float32(config.logit_scale)
     cap = config.logit_softcap
     return out if cap is None else cap * jnp.tanh(out / cap)
+
+
+def logprobs(
+    config: ModelConfig, params: Params, hidden: Float32[Array, "T D"], ids: Int32[Array, "T J"]
+) -> tuple[Float32[Array, "T J"], Float32[Array, " T"]]:
+    """Log-probabilities of `ids` after rows of hidden states, and the log-sum-exp, without holding [T, V]."""
+    return ops_logprobs(
+        hidden,
+        head(params),
+        ids,
+        norm=final_norm(config, params),
+        softcap=config.logit_softcap,
+        scale=config.logit_scale,
+    )
 
 
 def apply(

@@ -1,0 +1,189 @@
+"""A request's tokens and log-probabilities are bitwise the same whatever else happens in the engine.
+
+This compares inferax with itself: it shows invariance; tests/engine/test_golden.py and tests/models show correctness.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferax.engine.backend import XlaBackend
+from inferax.engine.loop import run, scheduler_for
+from inferax.engine.params import SamplingParams
+from inferax.engine.programs import EngineShape
+from inferax.engine.runner import Runner
+from inferax.engine.scheduler import Scheduler
+from inferax.engine.sequence import Sequence
+from inferax.kernels import cpu
+from inferax.models.config import LayerSpec, ModelConfig
+from inferax.models.weights import weight_entries
+from inferax.ops.linear import Compute
+from inferax.ops.rotary import RotarySpec
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="XLA's own dots are not batch-invariant")
+
+PROMPT = [int(t) for t in np.random.default_rng(7).integers(0, 500, 150)]
+NEW = 12
+Result = tuple[list[int], list[float], list[list[tuple[int, float]]]]
+
+
+def config(compute: Compute) -> ModelConfig:
+    return ModelConfig(
+        family="tiny", vocab_size=509, width=96, num_heads=6, num_kv_heads=2, head_dim=16, mlp_width=160,
+        context_length=512, layers=(LayerSpec(40), LayerSpec(None), LayerSpec(40)), rotaries=(RotarySpec(16),),
+        norm_eps=1e-5, qk_norm=True, compute=compute,
+    )  # fmt: skip
+
+
+def random_params(config: ModelConfig) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    params: dict[str, Any] = {"layers": [{} for _ in config.layers]}
+    for entry in weight_entries(config):
+        values = rng.standard_normal(entry.shape, np.float32) * (0.3 if entry.vectors else 2 / entry.shape[1] ** 0.5)
+        array = jnp.asarray(values + (1 if entry.vectors else 0), jnp.float32)
+        if len(entry.path) == 1:
+            params[str(entry.path[0])] = array
+        else:
+            params["layers"][entry.path[1]][entry.path[2]] = array  # type: ignore[index]
+    params["layers"] = tuple(params["layers"])
+    return params
+
+
+@functools.cache  # programs are compiled once for each shape
+def runner(compute: Compute, shape: EngineShape) -> Runner:
+    c = config(compute)
+    dtype = jnp.bfloat16 if compute == "fast" else jnp.float32
+    return Runner(c, shape, XlaBackend(), random_params(c), dtype)
+
+
+class Engine:
+    """An empty engine with the sizes that a test asks for."""
+
+    def __init__(self, compute: Compute, *, budget: int = 256, seqs: int = 4, pages: int = 1200, **scheduling: Any):
+        shape = EngineShape(seqs, budget, 16, (24, 24), (pages, pages))
+        self.runner = runner(compute, shape)
+        self.runner.reset()
+        self.scheduler: Scheduler = scheduler_for(shape, self.runner.config.windows, **scheduling)
+
+    def run(self, *seqs: Sequence) -> None:
+        for _ in run(self.runner, seqs, self.scheduler):
+            self.scheduler.check_integrity()
+        self.scheduler.check_integrity()
+
+
+def request(params: SamplingParams, prompt: list[int] = PROMPT, *, index: int = 0, priority: int = 0) -> Sequence:
+    return Sequence("x", prompt, params, 1234567, index, params.max_tokens or 1, frozenset(), priority=priority)
+
+
+def result(seq: Sequence) -> Result:
+    """Tokens, and log-probabilities of the chosen and the most likely ones, to the last bit."""
+    assert seq.output.logprobs is not None and len(seq.output.token_ids) == NEW
+    return (
+        seq.output.token_ids,
+        [table[t].logprob for t, table in zip(seq.output.token_ids, seq.output.logprobs, strict=True)],
+        [sorted((t, entry.logprob) for t, entry in table.items()) for table in seq.output.logprobs],
+    )
+
+
+def others(count: int) -> Iterator[Sequence]:
+    rng = np.random.default_rng(3)
+    for i in range(count):
+        prompt = [int(t) for t in rng.integers(0, 500, int(rng.integers(1, 90)))]
+        params = SamplingParams(temperature=float(i % 3), top_k=i % 7 * 5, max_tokens=1 + i % 20)
+        yield request(params, prompt, index=i)
+
+
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0, max_tokens=NEW, logprobs=5),
+    "seeded": SamplingParams(temperature=1.1, top_p=0.95, top_k=40, min_p=0.01, max_tokens=NEW, logprobs=5),
+    "whole vocabulary": SamplingParams(temperature=1.5, max_tokens=NEW, logprobs=5),
+}
+
+
+@pytest.fixture(scope="module", params=["exact", "fast"])
+def compute(request: pytest.FixtureRequest) -> Compute:
+    chosen: Compute = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module", params=SAMPLING)
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    return SAMPLING[request.param]
+
+
+@pytest.fixture(scope="module")
+def alone(compute: Compute, params: SamplingParams) -> Result:
+    seq = request(params)
+    Engine(compute, caching=False).run(seq)
+    return result(seq)
+
+
+def test_among_63_others(compute: Compute, params: SamplingParams, alone: Result) -> None:
+    engine = Engine(compute, seqs=64, caching=False)
+    crowd = list(others(63))
+    seq = request(params)
+    engine.run(*crowd[:31], seq, *crowd[31:])
+    assert result(seq) == alone
+
+
+@pytest.mark.parametrize("budget", [16, 64, 512])
+def test_in_chunks(budget: int, compute: Compute, params: SamplingParams, alone: Result) -> None:
+    seq = request(params)
+    Engine(compute, budget=budget, caching=False).run(seq)
+    assert result(seq) == alone
+
+
+def test_after_preemption(compute: Compute, params: SamplingParams, alone: Result) -> None:
+    engine = Engine(compute, budget=64, pages=26, caching=False, policy="priority")
+    seq = request(params, priority=1)
+    urgent = [request(SamplingParams(temperature=0, max_tokens=40), PROMPT[:100][::-1], priority=0) for _ in range(2)]
+    engine.scheduler.add(seq)
+    engine.run(*urgent)
+    assert engine.scheduler.num_preemptions > 0
+    assert result(seq) == alone
+
+
+def test_after_a_prefix_hit(compute: Compute, params: SamplingParams, alone: Result) -> None:
+    engine = Engine(compute)
+    engine.run(request(replace(params, max_tokens=3)), request(SamplingParams(max_tokens=2), PROMPT[:70]))
+    seq = request(params)
+    engine.run(seq)
+    assert seq.cached == 144
+    assert result(seq) == alone
+    whole = request(params, PROMPT[:144])
+    cold = request(params, PROMPT[:144])
+    engine.run(whole)
+    Engine(compute, caching=False).run(cold)
+    assert whole.cached == 143, "a prompt that is cached whole computes its last token only"
+    assert result(whole) == result(cold)
+
+
+def test_as_a_sample_of_n(compute: Compute, params: SamplingParams, alone: Result) -> None:
+    engine = Engine(compute)
+    samples = [request(params, index=i) for i in range(4)]
+    for sample in samples[1:]:
+        sample.sibling = samples[0]
+    engine.run(*samples)
+    assert result(samples[0]) == alone
+    lone = request(params, index=2)
+    Engine(compute, seqs=1, caching=False).run(lone)
+    assert result(samples[2]) == result(lone)
+    if params.temperature > 0:
+        assert samples[1].output.token_ids != samples[0].output.token_ids
+
+
+def test_after_a_restart(compute: Compute, params: SamplingParams, alone: Result) -> None:
+    engine = Engine(compute)
+    engine.run(*others(5))
+    engine.runner.reset()
+    engine.scheduler.pages.reset()
+    seq = request(params)
+    engine.run(seq)
+    assert result(seq) == alone
