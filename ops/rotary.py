@@ -47,7 +47,8 @@ class RotarySpec:
         return self.kind in ("dynamic", "longrope")
 
 
-def _frequencies(theta: float, dim: int) -> np.ndarray:
+def plain_frequencies(theta: float, dim: int) -> np.ndarray:
+    """theta ** (-2i / dim), float32[dim / 2]."""
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     frequencies: np.ndarray = (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
     return frequencies
@@ -78,8 +79,9 @@ def _llama3(spec: RotarySpec, plain: np.ndarray) -> np.ndarray:
     return out.astype(np.float32)
 
 
-def _static_frequencies(spec: RotarySpec) -> np.ndarray:
-    plain = _frequencies(spec.theta, spec.dim)
+def static_frequencies(spec: RotarySpec) -> np.ndarray:
+    """The frequencies of a kind that does not depend on lengths, float32[dim / 2]."""
+    plain = plain_frequencies(spec.theta, spec.dim)
     if spec.freq_factors:
         plain = plain / np.asarray(spec.freq_factors, np.float32)
     if spec.kind == "linear":
@@ -101,12 +103,12 @@ def rotary_reference(
         exponent = jnp.arange(0, spec.dim, 2, dtype=jnp.float32) / spec.dim
         frequencies = 1.0 / grown[:, None] ** exponent
     elif spec.kind == "longrope":
-        plain = _frequencies(spec.theta, spec.dim)
+        plain = plain_frequencies(spec.theta, spec.dim)
         short = jnp.asarray(plain / np.asarray(spec.short_factors, np.float32))
         long = jnp.asarray(plain / np.asarray(spec.long_factors, np.float32))
         frequencies = jnp.where((lengths > spec.original_length)[:, None], long, short)
     else:
-        frequencies = jnp.asarray(_static_frequencies(spec))
+        frequencies = jnp.asarray(static_frequencies(spec))
     angles = positions[:, None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * spec.attention_factor, jnp.sin(angles) * spec.attention_factor
 

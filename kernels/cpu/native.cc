@@ -1,46 +1,123 @@
-// The native CPU kernels, as XLA FFI handlers. Python registers them (kernels/cpu/__init__.py); nothing runs at import.
+// The extension module: hands the XLA handlers to Python, which registers them (kernels/cpu/__init__.py). A name's
+// suffix changes with the meaning of its operands or attributes, so that a stored executable never meets another one.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
-#include <cmath>
-#include <cstdint>
-
-#include "xla/ffi/api/ffi.h"
+#include "handlers.h"
 
 namespace nb = nanobind;
-namespace ffi = xla::ffi;
 
+namespace inferax {
 namespace {
 
-// Each row is summed from left to right in one accumulator chain of 8 lanes, so a row's result depends on it alone.
-ffi::Error RmsNorm(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight, ffi::ResultBuffer<ffi::F32> y, float eps) {
-  const int64_t width = x.dimensions().back();
-  if (static_cast<int64_t>(weight.element_count()) != width) {
-    return ffi::Error::InvalidArgument("rms_norm: weight and row widths differ");
-  }
-  const int64_t rows = width == 0 ? 0 : static_cast<int64_t>(x.element_count()) / width;
-  const float* w = weight.typed_data();
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* in = x.typed_data() + r * width;
-    float* out = y->typed_data() + r * width;
-    float lanes[8] = {};
-    int64_t i = 0;
-    for (; i + 8 <= width; i += 8) {
-      for (int j = 0; j < 8; ++j) lanes[j] += in[i + j] * in[i + j];
-    }
-    float sum = ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
-    for (; i < width; ++i) sum += in[i] * in[i];
-    const float scale = 1.0f / std::sqrt(sum / static_cast<float>(width) + eps);
-    for (int64_t k = 0; k < width; ++k) out[k] = in[k] * scale * w[k];
-  }
-  return ffi::Error::Success();
-}
+using Types = ffi::Span<const int32_t>;
+using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kRmsNorm, RmsNorm,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kNorm, Norm,
                               ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<float>("eps"));
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .Ret<F32>()
+                                  .Attr<int32_t>("has_bias")
+                                  .Attr<float>("eps")
+                                  .Attr<int32_t>("layer")
+                                  .Attr<int32_t>("threads")
+                                  .Attr<int32_t>("tier"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kLinear, Linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<Types>("types")
+                                  .Attr<int32_t>("has")
+                                  .Attr<float>("norm_eps")
+                                  .Attr<float>("post_eps")
+                                  .Attr<int32_t>("layer")
+                                  .Attr<int32_t>("activation")
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("threads")
+                                  .Attr<int32_t>("tier"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kGatedMlp, GatedMlp,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<Types>("types")
+                                  .Attr<Types>("down_types")
+                                  .Attr<int32_t>("has")
+                                  .Attr<float>("norm_eps")
+                                  .Attr<float>("post_eps")
+                                  .Attr<int32_t>("layer")
+                                  .Attr<int32_t>("activation")
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("threads")
+                                  .Attr<int32_t>("tier"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kEmbed, Embed,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .Ret<F32>()
+                                  .Attr<Types>("types")
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("threads")
+                                  .Attr<int32_t>("tier"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kRotary, Rotary,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<S32>()
+                                  .Arg<S32>()
+                                  .Arg<F32>()
+                                  .Ret<F32>()
+                                  .Ret<F32>()
+                                  .Attr<int64_t>("original_length")
+                                  .Attr<float>("attention_factor")
+                                  .Attr<int64_t>("dynamic_dim")
+                                  .Attr<float>("theta")
+                                  .Attr<float>("factor")
+                                  .Attr<int32_t>("threads"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kLogProbs, LogProbs,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<Types>("types")
+                                  .Attr<int32_t>("has")
+                                  .Attr<float>("norm_eps")
+                                  .Attr<int32_t>("layer")
+                                  .Attr<float>("softcap")
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("tile")
+                                  .Attr<int32_t>("threads")
+                                  .Attr<int32_t>("tier"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kAttention, Attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .Ret<F32>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<F32>()
+                                  .Ret<F32>()
+                                  .Attr<int64_t>("heads")
+                                  .Attr<int64_t>("kv_heads")
+                                  .Attr<int64_t>("width")
+                                  .Attr<int32_t>("has")
+                                  .Attr<float>("q_eps")
+                                  .Attr<float>("k_eps")
+                                  .Attr<int32_t>("layer")
+                                  .Attr<int32_t>("interleaved")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int32_t>("threads")
+                                  .Attr<int32_t>("tier"));
 
 template <typename T>
 nb::capsule Capsule(T* handler) {
@@ -48,11 +125,19 @@ nb::capsule Capsule(T* handler) {
 }
 
 }  // namespace
+}  // namespace inferax
 
 NB_MODULE(_native, m) {
   m.def("registrations", [] {
     nb::dict handlers;
-    handlers["inferax_rms_norm_v1"] = Capsule(kRmsNorm);
+    handlers["inferax_norm_v1"] = inferax::Capsule(inferax::kNorm);
+    handlers["inferax_linear_v1"] = inferax::Capsule(inferax::kLinear);
+    handlers["inferax_gated_mlp_v1"] = inferax::Capsule(inferax::kGatedMlp);
+    handlers["inferax_embed_v1"] = inferax::Capsule(inferax::kEmbed);
+    handlers["inferax_rotary_v1"] = inferax::Capsule(inferax::kRotary);
+    handlers["inferax_logprobs_v1"] = inferax::Capsule(inferax::kLogProbs);
+    handlers["inferax_attention_v1"] = inferax::Capsule(inferax::kAttention);
     return handlers;
   });
+  m.def("tiers", inferax::TierNames);
 }

@@ -13,7 +13,7 @@ from inferax.ops.ggml.flat import IQ4_VALUES, lookup
 
 
 @functools.cache
-def _grid(type: str) -> np.ndarray:
+def grid(type: str) -> np.ndarray:
     """int8[entries, 4 or 8]: the code book of `type`, from the tables of the gguf package."""
     from gguf import quants
 
@@ -24,7 +24,7 @@ def _grid(type: str) -> np.ndarray:
 
 def _from_grid(type: str, index: Array) -> Array:
     """integer[..., n] -> int32[..., n * width of the grid]."""
-    return lookup(_grid(type), index).reshape(*index.shape[:-1], -1)
+    return lookup(grid(type), index).reshape(*index.shape[:-1], -1)
 
 
 def _signs(x: Array) -> Array:

@@ -1,0 +1,131 @@
+#include "handler.h"
+
+#include <cstring>
+
+namespace inferax {
+namespace {
+
+std::vector<const Kernels*> Tiers() {
+  std::vector<const Kernels*> tiers = {&kBaseline};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    tiers.push_back(&kAvx2);
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+      tiers.push_back(&kAvx512);
+    }
+  }
+#endif
+  return tiers;
+}
+
+}  // namespace
+
+const Kernels* Tier(int32_t index) {
+  static const std::vector<const Kernels*> tiers = Tiers();
+  if (index < 0) return tiers.back();
+  return index < static_cast<int32_t>(tiers.size()) ? tiers[static_cast<size_t>(index)] : nullptr;
+}
+
+std::vector<std::string> TierNames() {
+  std::vector<std::string> names;
+  for (int32_t i = 0; Tier(i) != nullptr; ++i) names.emplace_back(Tier(i)->name);
+  return names;
+}
+
+void Operands::Fail(std::string message) {
+  if (error_.success()) error_ = ffi::Error::InvalidArgument(std::move(message));
+}
+
+ffi::AnyBuffer Operands::Next() {
+  static const XLA_FFI_Buffer nothing = {};
+  auto buffer = args_.get<ffi::AnyBuffer>(at_++);
+  if (buffer.has_value()) return *buffer;
+  Fail("operand " + std::to_string(at_ - 1) + " is missing");
+  return ffi::AnyBuffer(&nothing);
+}
+
+const float* Operands::Floats(bool present, int64_t count, const char* name) {
+  if (!present) return nullptr;
+  const ffi::AnyBuffer b = Next();
+  if (!error_.success()) return nullptr;
+  if (b.element_type() != ffi::F32 || static_cast<int64_t>(b.element_count()) != count) {
+    Fail(std::string(name) + " must be " + std::to_string(count) + " float32 numbers");
+  }
+  return static_cast<const float*>(b.untyped_data());
+}
+
+const int32_t* Operands::Ints(int64_t count, const char* name) {
+  const ffi::AnyBuffer b = Next();
+  if (!error_.success()) return nullptr;
+  if (b.element_type() != ffi::S32 || static_cast<int64_t>(b.element_count()) != count) {
+    Fail(std::string(name) + " must be " + std::to_string(count) + " int32 numbers");
+  }
+  return static_cast<const int32_t*>(b.untyped_data());
+}
+
+std::vector<Rows> Operands::Weight(ffi::Span<const int32_t> types, int64_t k) {
+  std::vector<Rows> parts;
+  for (const int32_t type : types) {
+    const ffi::AnyBuffer b = Next();
+    if (!error_.success()) return {};
+    const auto dims = b.dimensions();
+    const BlockSize block = kBaseline.block_size(type);
+    const bool dense = type == kF32 || type == kF16 || type == kBF16;
+    if (block.weights == 0 || dims.size() != (dense ? 2 : 3) || (!dense && dims[2] != block.bytes)) {
+      Fail("a weight of ggml type " + std::to_string(type) + " has the wrong shape");
+      return {};
+    }
+    const int64_t columns = dense ? dims[1] : dims[1] * block.weights;
+    const int64_t row_bytes = dense ? dims[1] * block.bytes / block.weights : dims[1] * block.bytes;
+    if (columns != k) Fail("a weight has " + std::to_string(columns) + " columns, not " + std::to_string(k));
+    parts.push_back({static_cast<const uint8_t*>(b.untyped_data()), row_bytes, dims[0], type, nullptr});
+  }
+  for (Rows& part : parts) {
+    const int64_t bytes = kBaseline.block_size(part.type).grid;
+    if (bytes == 0) continue;
+    const ffi::AnyBuffer grid = Next();
+    if (!error_.success()) return {};
+    if (static_cast<int64_t>(grid.size_bytes()) != bytes) Fail("a code book has the wrong size");
+    part.grid = static_cast<const int8_t*>(grid.untyped_data());
+  }
+  return parts;
+}
+
+void MultiplyParts(const Kernels& kernels, const float* x, int64_t m, int64_t ldx, int64_t k,
+                   const std::vector<Rows>& parts, int64_t first, int64_t last, float* scratch, float* out,
+                   int64_t ldo) {
+  int64_t start = 0;
+  for (const Rows& part : parts) {
+    const int64_t from = std::max(first - start, int64_t{0}), to = std::min(last - start, part.count);
+    if (from < to) kernels.matmul(x, m, ldx, k, part, from, to, scratch, out + (start + from - first), ldo);
+    start += part.count;
+  }
+}
+
+int64_t RowsPerChunk(const Kernels& kernels, int64_t m, int64_t n, int64_t k, int64_t threads) {
+  const auto round = [](int64_t rows) { return (rows + 3) / 4 * 4; };
+  const int64_t fair = round(std::max(n / (threads * 4), int64_t{4}));
+  if (m > 4) return std::min(fair, kernels.tile_rows(k));
+  // A vector's product is short work: chunks of at least some ten thousand weights.
+  return std::clamp(fair, std::min(round(16384 / (k + 1) + 4), int64_t{512}), int64_t{512});
+}
+
+void AddInput(Phases& phases, const Kernels& kernels, const float* x, int64_t m, int64_t k, const NormSpec* norm,
+              float* xn) {
+  const int64_t rows = std::max(16384 / (k + 1), int64_t{1}), padded = Padded(k);
+  phases.Add((m + rows - 1) / rows, [=, &kernels](int64_t chunk) {
+    for (int64_t r = chunk * rows; r < std::min(m, (chunk + 1) * rows); ++r) {
+      float* to = xn + r * padded;
+      if (norm != nullptr) {
+        kernels.norm(x + r * k, k, *norm, to);
+      } else {
+        std::memcpy(to, x + r * k, static_cast<size_t>(k) * sizeof(float));
+      }
+      std::fill(to + k, to + padded, 0.0f);
+    }
+  });
+}
+
+}  // namespace inferax

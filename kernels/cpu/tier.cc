@@ -1,0 +1,23 @@
+// The arithmetic of one instruction-set tier. CMake compiles this file once per tier, with INFERAX_TIER the name of
+// the table; everything else in it is local to the translation unit.
+#include "softmax.h"
+
+namespace inferax {
+
+extern const Kernels INFERAX_TIER = {
+    .name = INFERAX_TIER_NAME,
+    .block_size = SizeOfType,
+    .tile_rows = TileRows,
+    .matmul = Matmul,
+    .expand = Expand,
+    .norm = NormRow,
+    .finish = FinishRow,
+    .gate = GateRow,
+    .log_sum = LogSumRow,
+    .attend_scratch = AttendScratch,
+    .attend = AttendPartition,
+    .merge = MergeState,
+    .normalize = NormalizeRow,
+};
+
+}  // namespace inferax

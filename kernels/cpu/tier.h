@@ -1,0 +1,103 @@
+// What the XLA handlers (compiled once) and the arithmetic (compiled once per instruction-set tier) know of each other.
+#pragma once
+
+#include <cstdint>
+
+namespace inferax {
+
+// Every sum over a row is split over 16 lanes (element i goes to lane i % 16), accumulated in ascending order, and the
+// lanes are added as a fixed tree: a result depends on its own row alone, whatever the other rows, tiles or threads are.
+inline constexpr int64_t kLanes = 16;
+inline int64_t Padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+// Online softmax works on blocks of kKvBlock positions, and restarts every kKvPartition positions; both count from
+// absolute position 0. Partial results of the partitions are merged in ascending order.
+inline constexpr int64_t kKvBlock = 64;
+inline constexpr int64_t kKvPartition = 512;
+
+// Numbers of ggml's types, which stand for dense weights too.
+enum : int32_t { kF32 = 0, kF16 = 1, kBF16 = 30 };
+
+enum Activation : int32_t { kNone = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3, kRelu = 4 };
+
+// Rows of one type and `row_bytes` bytes each; `grid` is the code book of the types that need one.
+struct Rows {
+  const uint8_t* data;
+  int64_t row_bytes;
+  int64_t count;
+  int32_t type;
+  const int8_t* grid;
+};
+
+// What one block of a type holds, and the bytes of the type's code book. Zero weights: no such type.
+struct BlockSize {
+  int64_t weights, bytes, grid;
+};
+
+struct NormSpec {
+  const float* weight;
+  const float* bias;  // may be null
+  float eps;
+  bool layer;
+};
+
+// One run of query rows (tokens x heads of one KV head) against a range of positions of one sequence.
+struct Attend {
+  const float* q;  // [rows, Padded(width)]
+  int64_t rows;
+  int64_t width;            // of a head
+  const int32_t* low;       // [rows]: a row sees positions [low, high)
+  const int32_t* high;      // [rows]
+  const uint8_t* keys;      // of this KV head, at slot 0
+  const uint8_t* values;
+  int64_t slot_bytes;       // from one position of a page to the next
+  int32_t cache_type;
+  const int32_t* pages;     // of this sequence
+  int64_t page_size;
+  float scale;
+  float softcap;            // 0: none
+};
+
+// State of an online softmax: per row the maximum, the sum of weights, and the weighted values [rows, Padded(width)].
+struct Softmax {
+  float* top;
+  float* total;
+  float* out;
+};
+
+struct Kernels {
+  const char* name;
+  BlockSize (*block_size)(int32_t type);
+  // How many weight rows are expanded to float32 at once, and how many floats of scratch that takes.
+  int64_t (*tile_rows)(int64_t k);
+  // out[m, n - first] = x[m] . w[n] for n in [first, last). Rows of x are zero from k to Padded(k); scratch holds
+  // tile_rows(k) * Padded(k) floats.
+  void (*matmul)(const float* x, int64_t m, int64_t ldx, int64_t k, const Rows& w, int64_t first, int64_t last,
+                 float* scratch, float* out, int64_t ldo);
+  // Row `row` of w as float32, without padding.
+  void (*expand)(const Rows& w, int64_t row, int64_t k, float* out);
+  void (*norm)(const float* x, int64_t width, const NormSpec& norm, float* out);
+  // y = residual + scale * activation(y + bias); bias and residual may be null.
+  void (*finish)(float* y, int64_t n, const float* bias, int32_t activation, float scale, const float* residual);
+  // gate = activation(gate + gate_bias) * (up + up_bias)
+  void (*gate)(float* gate, const float* up, int64_t n, const float* gate_bias, const float* up_bias,
+               int32_t activation);
+  // x = softcap * tanh(scale * x / softcap), then its maximum and the sum of exp(x - maximum).
+  void (*log_sum)(float* x, int64_t n, float scale, float softcap, float* top, float* total);
+  // Floats of scratch that `attend` takes.
+  int64_t (*attend_scratch)(int64_t rows, int64_t width);
+  // Softmax state of the positions [first, last), which lie in one partition.
+  void (*attend)(const Attend& a, int64_t first, int64_t last, float* scratch, const Softmax& state);
+  // Adds a partition's state to what came before it.
+  void (*merge)(const Softmax& state, const Softmax& part, int64_t rows, int64_t width);
+  // out = state.out / state.total, without padding.
+  void (*normalize)(const Softmax& state, int64_t row, int64_t width, float* out);
+};
+
+extern const Kernels kBaseline;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace inferax
