@@ -51,8 +51,6 @@ def chat(session: Session, params: SamplingParams, *, system: str | None) -> int
             except InferaxError as error:
                 print(f"inferax: error: {printable(str(error))}; the message is dropped", file=sys.stderr)
             except KeyboardInterrupt:
-                # It may have come between a step and taking the step's results, which include the KV cache.
-                llm.runner.reset()
                 session.note("stopped; the message is dropped")
             else:
                 history = [*asked, {"role": "assistant", "content": answer}]

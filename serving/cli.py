@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from inferax.errors import InferaxError, RequestError
@@ -36,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if args.command is None:
             top.error("a command is needed: generate, chat or info")
-        _hush_libraries(args.debug)
-        code = _run(args)
+        with _libraries_hushed(not args.debug):
+            code = _run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -195,16 +196,22 @@ def _report(error: Exception, args: argparse.Namespace) -> int:
     return code
 
 
-def _hush_libraries(debug: bool) -> None:
-    """Keeps stderr for what concerns the user. This process is ours; a library would have no business doing so."""
-    if debug:
+@contextmanager
+def _libraries_hushed(hush: bool) -> Iterator[None]:
+    """Keeps stderr for what concerns the user: no warnings and logs of libraries."""
+    if not hush:
+        yield
         return
     import logging
     import warnings
 
-    warnings.simplefilter("ignore")
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own log; read when jaxlib is loaded
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(before)
 
 
 if __name__ == "__main__":

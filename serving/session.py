@@ -8,8 +8,6 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from inferax.engine.backend import XlaBackend
 from inferax.engine.llm import LLM
 from inferax.engine.outputs import RequestOutput
@@ -36,9 +34,6 @@ class Session:
         self.quiet: bool = args.quiet
         self._progress = shows_progress(args)
         self._compiling: Any = None
-        if jax.config.values["jax_compilation_cache_dir"] is None:
-            # Besides the executables that the backend keeps: this one also serves programs that XLA compiles eagerly.
-            jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         self._backend = XlaBackend(programs=cache_folder() / "programs", on_compile=self._announce)
         self.llm = LLM(
             args.model,
@@ -104,7 +99,7 @@ class Session:
             decode_s = metrics.total_s - metrics.time_to_first_token_s
             if count > 1 and decode_s > 0:
                 figures.append(f"then {(count - 1) / decode_s:.1f} tokens/s")
-        if sample.finish_reason is None:
+        if sample.finish_reason == "abort":
             figures.append("stopped")
         elif sample.finish_reason == "length":
             full = f"context of {self.llm.max_model_len} tokens full"
