@@ -11,6 +11,7 @@ work (0: XLA's pool); tests use them.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -49,9 +50,7 @@ _MAX_PARTIAL = 1 << 20
 
 def tiers() -> list[str]:
     """The instruction sets that this machine has kernels for, best last."""
-    from inferax.kernels.cpu import _native
-
-    names: list[str] = _native.tiers()
+    names: list[str] = import_module("inferax.kernels.cpu._native").tiers()
     return names
 
 

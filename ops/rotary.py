@@ -66,7 +66,8 @@ def _yarn(spec: RotarySpec, plain: np.ndarray) -> np.ndarray:
     if low == high:
         high += 0.001
     ramp = np.clip((np.arange(spec.dim // 2, dtype=np.float32) - low) / (high - low), 0, 1).astype(np.float32)
-    return (plain / np.float32(spec.factor) * ramp + plain * (1 - ramp)).astype(np.float32)
+    blended: np.ndarray = (plain / np.float32(spec.factor) * ramp + plain * (1 - ramp)).astype(np.float32)
+    return blended
 
 
 def _llama3(spec: RotarySpec, plain: np.ndarray) -> np.ndarray:
