@@ -1,6 +1,7 @@
 // Ragged paged attention that also writes KV in place.
 #include <atomic>
 #include <cstring>
+#include <tuple>
 
 #include "handlers.h"
 
@@ -349,6 +350,10 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::ResultB
       items.push_back({&task, task.first_part, task.last_part});
     }
   }
+  // The KV heads of a position stand together, so what one item reads the next ones find in a cache.
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+    return std::tie(a.task->first_token, a.first_part) < std::tie(b.task->first_token, b.first_part);
+  });
   constexpr int64_t kRows = 8;
   std::atomic<bool> valid{true};
   Phases phases;

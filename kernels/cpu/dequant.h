@@ -12,9 +12,7 @@ struct DenseF32 {
   static constexpr int kId = kF32, kBlock = 16, kBytes = 64;
   template <typename F>
   INLINE void Decode(const uint8_t* b, const int8_t*, F&& emit) {
-    V x;
-    std::memcpy(&x, b, sizeof x);
-    emit(0, x);
+    emit(0, Load(reinterpret_cast<const float*>(b)));
   }
 };
 

@@ -21,10 +21,27 @@ INLINE void StoreSums(const N (&acc)[count][kParts], float* out) {
   std::memcpy(out, &sums, count * sizeof(float));
 }
 
+// A run of elements of a longer product: the sums begin with `before` (null: zero), and go to `after` as they are or,
+// where that is null, are added up in `out`.
+struct Panel {
+  const float* before;
+  float* after;
+};
+
 // out[m * ldo + n] = x[m] . w[n] over k elements, a multiple of 16.
 template <int M, int NN>
-INLINE void DotBlock(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t k, float* out, int64_t ldo) {
+INLINE void DotBlock(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t k, Panel panel, float* out,
+                     int64_t ldo) {
   N acc[M][NN][kParts] = {};
+  if (panel.before != nullptr) {
+    _Pragma("GCC unroll 6") for (int m = 0; m < M; ++m) {
+      _Pragma("GCC unroll 4") for (int n = 0; n < NN; ++n) {
+        _Pragma("GCC unroll 4") for (int p = 0; p < kParts; ++p) {
+          acc[m][n][p] = LoadN(panel.before + ((m * NN + n) * kParts + p) * kNative);
+        }
+      }
+    }
+  }
   for (int64_t i = 0; i < k; i += 16) {
     _Pragma("GCC unroll 4") for (int p = 0; p < kParts; ++p) {
       N wv[NN];
@@ -36,35 +53,61 @@ INLINE void DotBlock(const float* x, int64_t ldx, const float* w, int64_t ldw, i
       }
     }
   }
+  if (panel.after != nullptr) {
+    _Pragma("GCC unroll 6") for (int m = 0; m < M; ++m) {
+      _Pragma("GCC unroll 4") for (int n = 0; n < NN; ++n) {
+        _Pragma("GCC unroll 4") for (int p = 0; p < kParts; ++p) {
+          StoreN(panel.after + ((m * NN + n) * kParts + p) * kNative, acc[m][n][p]);
+        }
+      }
+    }
+    return;
+  }
   _Pragma("GCC unroll 6") for (int m = 0; m < M; ++m) StoreSums<NN>(acc[m], out + m * ldo);
 }
 
+// M rows of x against n of w; `state` [M, n, 16] carries the sums from one panel to the next.
 template <int M>
-void DotColumns(const float* x, int64_t ldx, const float* w, int64_t n, int64_t ldw, int64_t k, float* out,
-                int64_t ldo) {
+void DotColumns(const float* x, int64_t ldx, const float* w, int64_t n, int64_t ldw, int64_t k, float* state,
+                bool first, bool last, float* out, int64_t ldo) {
+  const auto panel = [&](int64_t j) -> Panel {
+    float* at = state + j * M * 16;
+    return {first ? nullptr : at, last ? nullptr : at};
+  };
   int64_t j = 0;
-  for (; j + kBlockN <= n; j += kBlockN) DotBlock<M, kBlockN>(x, ldx, w + j * ldw, ldw, k, out + j, ldo);
-  for (; j < n; ++j) DotBlock<M, 1>(x, ldx, w + j * ldw, ldw, k, out + j, ldo);
+  for (; j + kBlockN <= n; j += kBlockN) DotBlock<M, kBlockN>(x, ldx, w + j * ldw, ldw, k, panel(j), out + j, ldo);
+  for (; j < n; ++j) DotBlock<M, 1>(x, ldx, w + j * ldw, ldw, k, panel(j), out + j, ldo);
 }
 
-// All m rows against n rows of w.
-inline void Dots(const float* x, int64_t m, int64_t ldx, const float* w, int64_t n, int64_t ldw, int64_t k, float* out,
-                 int64_t ldo) {
-  for (int64_t i = 0; i < m;) {
-    const int64_t left = m - i;
-    // The last two blocks share what is left, so that none is much smaller than the others.
-    const int64_t take = left <= kBlockM ? left : left < 2 * kBlockM ? (left + 1) / 2 : kBlockM;
-    const float* rows = x + i * ldx;
-    float* to = out + i * ldo;
-    switch (take) {
-      case 1: DotColumns<1>(rows, ldx, w, n, ldw, k, to, ldo); break;
-      case 2: DotColumns<2>(rows, ldx, w, n, ldw, k, to, ldo); break;
-      case 3: DotColumns<3>(rows, ldx, w, n, ldw, k, to, ldo); break;
-      case 4: DotColumns<4>(rows, ldx, w, n, ldw, k, to, ldo); break;
-      case 5: DotColumns<5>(rows, ldx, w, n, ldw, k, to, ldo); break;
-      default: DotColumns<6>(rows, ldx, w, n, ldw, k, to, ldo); break;
+using Columns = void (*)(const float*, int64_t, const float*, int64_t, int64_t, int64_t, float*, bool, bool, float*,
+                         int64_t);
+inline constexpr Columns kColumns[] = {DotColumns<1>, DotColumns<2>, DotColumns<3>,
+                                       DotColumns<4>, DotColumns<5>, DotColumns<6>};
+
+// Elements of a panel, which is to stay in the first-level cache, and rows of x whose sums are carried.
+inline constexpr int64_t kPanel = 1024, kCarriedRows = 48;
+INLINE int64_t NumPanels(int64_t k) { return k <= kPanel * 3 / 2 ? 1 : (k + kPanel - 1) / kPanel; }
+
+// All m rows of x against n rows of w over k elements. `state` holds kCarriedRows * n * 16 numbers; it is not used where
+// k is one panel.
+inline void Dots(const float* x, int64_t m, int64_t ldx, const float* w, int64_t n, int64_t ldw, int64_t k,
+                 float* state, float* out, int64_t ldo) {
+  const int64_t panels = NumPanels(k), rows = panels == 1 ? m : kCarriedRows;
+  const int64_t width = Padded((k + panels - 1) / panels);
+  for (int64_t start = 0; start < m; start += rows) {
+    const int64_t stop = start + rows < m ? start + rows : m;
+    for (int64_t at = 0; at < k; at += width) {
+      const bool first = at == 0, last = at + width >= k;
+      for (int64_t i = start; i < stop;) {
+        const int64_t left = stop - i;
+        // The last two blocks share what is left, so that none is much smaller than the others.
+        const int64_t take = left <= kBlockM ? left : left < 2 * kBlockM ? (left + 1) / 2 : kBlockM;
+        float* carried = panels == 1 ? nullptr : state + (i - start) * n * 16;
+        kColumns[take - 1](x + i * ldx + at, ldx, w + at, n, ldw, last ? k - at : width, carried, first, last,
+                           out + i * ldo, ldo);
+        i += take;
+      }
     }
-    i += take;
   }
 }
 
@@ -158,28 +201,27 @@ inline int64_t TileRows(int64_t k) {
   return fit >= 32 ? 32 : fit <= 4 ? 4 : fit / 4 * 4;
 }
 
+inline int64_t MatmulScratch(int64_t m, int64_t k) {
+  const int64_t carried = m > 1 && NumPanels(Padded(k)) > 1 ? kCarriedRows * 16 : 0;
+  return TileRows(k) * (Padded(k) + carried);
+}
+
 inline void Matmul(const float* x, int64_t m, int64_t ldx, int64_t k, const Rows& w, int64_t first, int64_t last,
                    float* scratch, float* out, int64_t ldo) {
-  const bool whole = k % 16 == 0;
-  if (w.type == kF32 && whole) {
-    const float* rows = reinterpret_cast<const float*>(w.data) + first * k;
-    const int64_t tile = TileRows(k);
-    for (int64_t n = first; n < last; n += tile, rows += tile * k) {
-      Dots(x, m, ldx, rows, last - n < tile ? last - n : tile, k, k, out + (n - first), ldo);
-    }
-    return;
-  }
-  if (m == 1 && whole) return VectorProductOf(w.type)(x, k, w, first, last, out);
-  const Expander expand = ExpanderOf(w.type);
   const int64_t padded = Padded(k), tile = TileRows(k);
+  const bool direct = w.type == kF32 && k == padded;
+  if (m == 1 && k == padded) return VectorProductOf(w.type)(x, k, w, first, last, out);
+  const Expander expand = ExpanderOf(w.type);
   for (int64_t n = first; n < last; n += tile) {
     const int64_t rows = last - n < tile ? last - n : tile;
-    for (int64_t r = 0; r < rows; ++r) {
+    const float* wide = scratch;
+    for (int64_t r = 0; r < rows && !direct; ++r) {
       float* to = scratch + r * padded;
       expand(w.data + (n + r) * w.row_bytes, w.grid, k, to);
       for (int64_t i = k; i < padded; ++i) to[i] = 0.0f;
     }
-    Dots(x, m, ldx, scratch, rows, padded, padded, out + (n - first), ldo);
+    if (direct) wide = reinterpret_cast<const float*>(w.data) + n * k;
+    Dots(x, m, ldx, wide, rows, padded, padded, scratch + tile * padded, out + (n - first), ldo);
   }
 }
 

@@ -47,7 +47,7 @@ void AddProduct(Phases& phases, const Kernels& kernels, const float* x, int64_t 
   const int64_t n = RowsOf(w), rows = RowsPerChunk(kernels, m, n, k, threads);
   phases.Add((n + rows - 1) / rows, [=, &kernels, &w, &epilogue](int64_t chunk) {
     const int64_t first = chunk * rows, last = std::min(n, first + rows);
-    float* scratch = Scratch(kernels.tile_rows(k) * Padded(k));
+    float* scratch = Scratch(kernels.matmul_scratch(m, k));
     MultiplyParts(kernels, x, m, ldx, k, w, first, last, scratch, y + first, n);
     epilogue.Columns(kernels, y, m, n, first, last);
   });
@@ -152,7 +152,7 @@ ffi::Error GatedMlp(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   Phases phases;
   const Input input = AddInputOf(phases, kernels, static_cast<const float*>(x.untyped_data()), m, d, norm,
                                  copies ? Data(*rets.get<ffi::AnyBuffer>(2)) : nullptr);
-  const int64_t rows = RowsPerChunk(kernels, m, f, d, workers), tile = kernels.tile_rows(d) * Padded(d);
+  const int64_t rows = RowsPerChunk(kernels, m, f, d, workers), tile = kernels.matmul_scratch(m, d);
   phases.Add((f + rows - 1) / rows, [=, &kernels, &gate_up](int64_t chunk) {
     const int64_t first = chunk * rows, last = std::min(f, first + rows), count = last - first;
     float* scratch = Scratch(tile + m * count);

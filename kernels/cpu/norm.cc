@@ -113,7 +113,7 @@ ffi::Error LogProbs(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   constexpr int64_t kRows = 256;  // of x at a time, which bounds the scratch
   phases.Add(tiles, [=, &kernels, &w](int64_t t) {
     const int64_t first = t * tile, last = std::min(vocab, first + tile), width = last - first;
-    const int64_t expanded = kernels.tile_rows(d) * Padded(d);
+    const int64_t expanded = kernels.matmul_scratch(m, d);
     float* scratch = Scratch(expanded + std::min(m, kRows) * width);
     float* logits = scratch + expanded;
     for (int64_t start = 0; start < m; start += kRows) {

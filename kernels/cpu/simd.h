@@ -147,6 +147,10 @@ INLINE V Select(VI mask, V a, V b) {
   EACH_PART r.p[i] = (N)((mask.p[i] & (NI)a.p[i]) | (~mask.p[i] & (NI)b.p[i]));
   return r;
 }
+INLINE N MaxN(N a, N b) {
+  const NI mask = (NI)(a > b);
+  return (N)((mask & (NI)a) | (~mask & (NI)b));
+}
 INLINE V Max(V a, V b) { return Select(a > b, a, b); }
 INLINE V Abs(V x) { return FromBits(Bits(x) & SplatI(0x7fffffff)); }
 
@@ -179,21 +183,25 @@ INLINE F4 Sum4(V a, V b, V c, V d) {
 #endif
 }
 
-INLINE float Sum(V x) {
-  float a[16];
-  Store(a, x);
-  for (int width = 8; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) a[i] += a[i + width];
-  }
-  return a[0];
-}
+INLINE float Sum(V x) { return Sum4(x, x, x, x)[0]; }
 
 INLINE float Largest(V x) {
-  float a[16];
-  Store(a, x);
-  float top = a[0];
-  for (int i = 1; i < 16; ++i) top = a[i] > top ? a[i] : top;
-  return top;
+  N m = x.p[0];
+  _Pragma("GCC unroll 4") for (int i = 1; i < kParts; ++i) m = MaxN(x.p[i], m);
+#if defined(__AVX512F__)
+  m = MaxN(SHUFFLE(NI, m, m, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7), m);
+  m = MaxN(SHUFFLE(NI, m, m, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11), m);
+  m = MaxN(SHUFFLE(NI, m, m, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13), m);
+  m = MaxN(SHUFFLE(NI, m, m, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14), m);
+#elif defined(__AVX2__)
+  m = MaxN(SHUFFLE(NI, m, m, 4, 5, 6, 7, 0, 1, 2, 3), m);
+  m = MaxN(SHUFFLE(NI, m, m, 2, 3, 0, 1, 6, 7, 4, 5), m);
+  m = MaxN(SHUFFLE(NI, m, m, 1, 0, 3, 2, 5, 4, 7, 6), m);
+#else
+  m = MaxN(SHUFFLE(NI, m, m, 2, 3, 0, 1), m);
+  m = MaxN(SHUFFLE(NI, m, m, 1, 0, 3, 2), m);
+#endif
+  return m[0];
 }
 
 // Conversions.

@@ -73,12 +73,53 @@ INLINE void Weigh(float* w, int low, int high, const Attend& a, float* top, floa
   for (int j = 0; j < low; ++j) w[j] = lowest;
   for (int j = high; j < kKvBlock; ++j) w[j] = lowest;
   const float block_top = Largest(Max(Max(Load(w), Load(w + 16)), Max(Load(w + 32), Load(w + 48))));
-  const float new_top = block_top > *top ? block_top : *top;
-  for (int i = 0; i < kKvBlock; i += 16) Store(w + i, Exp(Load(w + i) - Splat(new_top)));
-  const float shrink = Exp1(*top - new_top);
-  *top = new_top;
-  *total = *total * shrink + Sum((Load(w) + Load(w + 16)) + (Load(w + 32) + Load(w + 48)));
-  for (int64_t i = 0; i < Padded(a.width); i += 16) Store(out + i, Load(out + i) * Splat(shrink));
+  if (!(block_top <= *top)) {
+    // Where the maximum stays, the factor would be 1.
+    const float shrink = Exp1(*top - block_top);
+    *top = block_top;
+    *total *= shrink;
+    for (int64_t i = 0; i < Padded(a.width); i += 16) Store(out + i, Load(out + i) * Splat(shrink));
+  }
+  for (int i = 0; i < kKvBlock; i += 16) Store(w + i, Exp(Load(w + i) - Splat(*top)));
+  *total += Sum((Load(w) + Load(w + 16)) + (Load(w + 32) + Load(w + 48)));
+}
+
+// Walks the positions of a sequence through its pages.
+struct Cursor {
+  Cursor(const Attend& a, int64_t position) : a(a), page(position / a.page_size), offset(position % a.page_size) {}
+  int64_t Next() {
+    const int64_t at = (a.pages[page] * a.page_size + offset) * a.slot_bytes;
+    if (++offset == a.page_size) {
+      offset = 0;
+      ++page;
+    }
+    return at;
+  }
+  const Attend& a;
+  int64_t page, offset;
+};
+
+// Copies the keys and values of positions [from, to) of a block to float32 rows; those up to `end` may be read soon.
+template <typename Type>
+void Gather(const Attend& a, int64_t block, int from, int to, int64_t end, float* keys, float* values) {
+  constexpr int kAheadPositions = 8;
+  const int64_t width = Padded(a.width), bytes = a.width * (Type::kBytes / 16);
+  Cursor now(a, block + from), ahead(a, block + from + kAheadPositions);
+  for (int j = from; j < to; ++j) {
+    if (block + j + kAheadPositions < end) {
+      const int64_t at = ahead.Next();
+      for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(a.keys + at + i);
+        __builtin_prefetch(a.values + at + i);
+      }
+    }
+    const int64_t at = now.Next();
+    float* key = keys + j * width;
+    float* value = values + j * width;
+    ExpandRow<Type>(a.keys + at, nullptr, a.width, key);
+    ExpandRow<Type>(a.values + at, nullptr, a.width, value);
+    for (int64_t i = a.width; i < width; ++i) key[i] = value[i] = 0.0f;
+  }
 }
 
 inline void AttendPartition(const Attend& a, int64_t first, int64_t last, float* scratch, const Softmax& state) {
@@ -92,7 +133,12 @@ inline void AttendPartition(const Attend& a, int64_t first, int64_t last, float*
   }
   for (int64_t i = 0; i < rows * width; ++i) state.out[i] = 0.0f;
 
-  const Expander expand = ExpanderOf(a.cache_type);
+  int64_t end = 0;
+  for (int64_t r = 0; r < rows; ++r) end = a.high[r] > end ? a.high[r] : end;
+  if (last < end) end = last;
+  const auto gather = a.cache_type == kF32   ? Gather<DenseF32>
+                      : a.cache_type == kF16 ? Gather<DenseF16>
+                                             : Gather<DenseBF16>;
   for (int64_t block = first; block < last; block += kKvBlock) {
     const auto low_of = [&](int64_t r) { return a.low[r] > block ? static_cast<int>(a.low[r] - block) : 0; };
     const auto high_of = [&](int64_t r) {
@@ -106,15 +152,8 @@ inline void AttendPartition(const Attend& a, int64_t first, int64_t last, float*
       to = high_of(r) > to ? high_of(r) : to;
     }
     if (from >= to) continue;
-    for (int j = from; j < to; ++j) {
-      const int64_t at = block + j, slot = a.pages[at / a.page_size] * a.page_size + at % a.page_size;
-      float* key = keys + j * width;
-      float* value = values + j * width;
-      expand(a.keys + slot * a.slot_bytes, nullptr, a.width, key);
-      expand(a.values + slot * a.slot_bytes, nullptr, a.width, value);
-      for (int64_t i = a.width; i < width; ++i) key[i] = value[i] = 0.0f;
-    }
-    Dots(a.q, rows, width, keys + from * width, to - from, width, width, weights + from, kKvBlock);
+    gather(a, block, from, to, end, keys, values);
+    Dots(a.q, rows, width, keys + from * width, to - from, width, width, nullptr, weights + from, kKvBlock);
     for (int64_t r = 0; r < rows;) {
       // Rows that see the same positions go together.
       int64_t run = 1;

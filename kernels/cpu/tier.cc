@@ -8,6 +8,7 @@ extern const Kernels INFERAX_TIER = {
     .name = INFERAX_TIER_NAME,
     .block_size = SizeOfType,
     .tile_rows = TileRows,
+    .matmul_scratch = MatmulScratch,
     .matmul = Matmul,
     .expand = Expand,
     .norm = NormRow,

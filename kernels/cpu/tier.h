@@ -68,10 +68,11 @@ struct Softmax {
 struct Kernels {
   const char* name;
   BlockSize (*block_size)(int32_t type);
-  // How many weight rows are expanded to float32 at once, and how many floats of scratch that takes.
+  // How many weight rows are expanded to float32 at once.
   int64_t (*tile_rows)(int64_t k);
-  // out[m, n - first] = x[m] . w[n] for n in [first, last). Rows of x are zero from k to Padded(k); scratch holds
-  // tile_rows(k) * Padded(k) floats.
+  // Floats of scratch that `matmul` takes.
+  int64_t (*matmul_scratch)(int64_t m, int64_t k);
+  // out[m, n - first] = x[m] . w[n] for n in [first, last). Rows of x are zero from k to Padded(k).
   void (*matmul)(const float* x, int64_t m, int64_t ldx, int64_t k, const Rows& w, int64_t first, int64_t last,
                  float* scratch, float* out, int64_t ldo);
   // Row `row` of w as float32, without padding.
