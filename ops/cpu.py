@@ -1,7 +1,8 @@
 """The CPU lowerings: one call into the native kernels per op.
 
 In a native op every sum runs over a row of its own in a fixed order (kernels/cpu/tier.h), so a row's result is bitwise
-the same whatever the number of rows, the neighbours, the bucket, the chunks of a prefill or the number of threads.
+the same whatever the number of rows, the neighbours, the bucket, the chunks of a prefill or the number of threads. All
+instruction sets with a fused multiply-add give the same bits; the baseline of x86-64 has none and gives its own.
 Activations stay float32 here; `compute="fast"` takes the same path.
 
 Each function takes what its op takes, and returns NotImplemented where the kernels do not know a dtype or layout.

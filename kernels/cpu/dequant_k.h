@@ -6,15 +6,18 @@
 namespace inferax {
 namespace {
 
+// Scales are made for a whole block at once and read back one by one.
+
 struct Q2_K {
   static constexpr int kId = 10, kBlock = 256, kBytes = 84;
   template <typename F>
   INLINE void Decode(const uint8_t* b, const int8_t*, F&& emit) {
-    const float d = HalfAt(b + 80), dmin = HalfAt(b + 82);
+    float scale[16], minimum[16];
+    Store(scale, Splat(HalfAt(b + 80)) * FromBytes(LoadBytes(b) & 15));
+    Store(minimum, Splat(-HalfAt(b + 82)) * FromBytes(LoadBytes(b) >> 4));
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {
       const B16 q = LoadBytes(b + 16 + 32 * (i / 8) + 16 * (i % 2)) >> (2 * (i / 2 % 4)) & 3;
-      const V scale = Splat(d * static_cast<float>(b[i] & 15)), minimum = Splat(-(dmin * static_cast<float>(b[i] >> 4)));
-      emit(i, Fma(scale, FromBytes(q), minimum));
+      emit(i, Fma(Splat(scale[i]), FromBytes(q), Splat(minimum[i])));
     }
   }
 };
@@ -23,45 +26,40 @@ struct Q3_K {
   static constexpr int kId = 11, kBlock = 256, kBytes = 110;
   template <typename F>
   INLINE void Decode(const uint8_t* b, const int8_t*, F&& emit) {
-    const float d = HalfAt(b + 108);
+    const uint64_t low = QWord(b + 96), high = DWord(b + 104), nibble = 0x0f0f0f0f0f0f0f0f, pair = 0x03030303;
+    const B16 top = (B16)U2{(high & pair) | (high >> 2 & pair) << 32, (high >> 4 & pair) | (high >> 6 & pair) << 32};
+    float scale[16];
+    Store(scale, Splat(HalfAt(b + 108)) * FromSigned((S16)(((B16)U2{low & nibble, low >> 4 & nibble} | top << 4) - 32)));
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {
-      const int low = b[96 + i % 8] >> (4 * (i / 8)) & 15, high = b[104 + i % 4] >> (2 * (i / 4)) & 3;
-      const V scale = Splat(d * static_cast<float>((low | high << 4) - 32));
       const B16 q = LoadBytes(b + 32 + 32 * (i / 8) + 16 * (i % 2)) >> (2 * (i / 2 % 4)) & 3;
-      const B16 top = LoadBytes(b + 16 * (i % 2)) >> (i / 2) & 1;
-      emit(i, scale * FromSigned((S16)((q | top << 2) - 4)));
+      const B16 third = LoadBytes(b + 16 * (i % 2)) >> (i / 2) & 1;
+      emit(i, Splat(scale[i]) * FromSigned((S16)((q | third << 2) - 4)));
     }
   }
 };
 
-// Scales and minimums of Q4_K and Q5_K: two float16, then eight 6-bit numbers of each kind in 12 bytes.
-struct ScaleAndMin {
-  float scale[8], minimum[8];
-};
-INLINE ScaleAndMin ScalesOf(const uint8_t* b) {
-  const float d = HalfAt(b), dmin = HalfAt(b + 2);
-  ScaleAndMin r;
-  for (int i = 0; i < 4; ++i) {
-    const uint8_t low = b[4 + i], mid = b[8 + i], mixed = b[12 + i];
-    r.scale[i] = d * static_cast<float>(low & 63);
-    r.minimum[i] = -(dmin * static_cast<float>(mid & 63));
-    r.scale[i + 4] = d * static_cast<float>((mixed & 15) | low >> 6 << 4);
-    r.minimum[i + 4] = -(dmin * static_cast<float>(mixed >> 4 | mid >> 6 << 4));
-  }
-  return r;
+// Eight scales, then eight minimums of Q4_K and Q5_K: two float16 over 6-bit numbers packed in 12 bytes.
+INLINE void ScalesAndMinimums(const uint8_t* b, float (&to)[16]) {
+  const uint64_t low = DWord(b + 4), mid = DWord(b + 8), mixed = DWord(b + 12);
+  const uint64_t six = 0x3f3f3f3f, four = 0x0f0f0f0f, two = 0x03030303;
+  const uint64_t scales = (low & six) | ((mixed & four) | (low >> 6 & two) << 4) << 32;
+  const uint64_t minimums = (mid & six) | ((mixed >> 4 & four) | (mid >> 6 & two) << 4) << 32;
+  const V unit = Select(FirstEight(), Splat(HalfAt(b)), Splat(-HalfAt(b + 2)));
+  Store(to, unit * FromBytes((B16)U2{scales, minimums}));
 }
 
 struct Q4_K {
   static constexpr int kId = 12, kBlock = 256, kBytes = 144;
   template <typename F>
   INLINE void Decode(const uint8_t* b, const int8_t*, F&& emit) {
-    const ScaleAndMin s = ScalesOf(b);
+    float s[16];
+    ScalesAndMinimums(b, s);
     for (int i = 0; i < 4; ++i) {
       const B16 q0 = LoadBytes(b + 16 + 32 * i), q1 = LoadBytes(b + 32 + 32 * i);
-      const V scale0 = Splat(s.scale[2 * i]), minimum0 = Splat(s.minimum[2 * i]);
+      const V scale0 = Splat(s[2 * i]), minimum0 = Splat(s[8 + 2 * i]);
       emit(4 * i, Fma(scale0, FromBytes(q0 & 15), minimum0));
       emit(4 * i + 1, Fma(scale0, FromBytes(q1 & 15), minimum0));
-      const V scale1 = Splat(s.scale[2 * i + 1]), minimum1 = Splat(s.minimum[2 * i + 1]);
+      const V scale1 = Splat(s[2 * i + 1]), minimum1 = Splat(s[9 + 2 * i]);
       emit(4 * i + 2, Fma(scale1, FromBytes(q0 >> 4), minimum1));
       emit(4 * i + 3, Fma(scale1, FromBytes(q1 >> 4), minimum1));
     }
@@ -72,12 +70,13 @@ struct Q5_K {
   static constexpr int kId = 13, kBlock = 256, kBytes = 176;
   template <typename F>
   INLINE void Decode(const uint8_t* b, const int8_t*, F&& emit) {
-    const ScaleAndMin s = ScalesOf(b);
+    float s[16];
+    ScalesAndMinimums(b, s);
     const B16 high0 = LoadBytes(b + 16), high1 = LoadBytes(b + 32);
-    _Pragma("GCC unroll 16") for (int i = 0; i < 8; ++i) {
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; ++i) {
       const int shift = 4 * (i % 2);
       const B16 q0 = LoadBytes(b + 48 + 32 * (i / 2)) >> shift & 15, q1 = LoadBytes(b + 64 + 32 * (i / 2)) >> shift & 15;
-      const V scale = Splat(s.scale[i]), minimum = Splat(s.minimum[i]);
+      const V scale = Splat(s[i]), minimum = Splat(s[8 + i]);
       emit(2 * i, Fma(scale, FromBytes(q0 | (high0 >> i & 1) << 4), minimum));
       emit(2 * i + 1, Fma(scale, FromBytes(q1 | (high1 >> i & 1) << 4), minimum));
     }
@@ -88,12 +87,12 @@ struct Q6_K {
   static constexpr int kId = 14, kBlock = 256, kBytes = 210;
   template <typename F>
   INLINE void Decode(const uint8_t* b, const int8_t*, F&& emit) {
-    const float d = HalfAt(b + 208);
+    float scale[16];
+    Store(scale, Splat(HalfAt(b + 208)) * FromSigned((S16)LoadBytes(b + 192)));
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {
       const B16 low = LoadBytes(b + 64 * (i / 8) + 16 * (i % 4)) >> (4 * (i / 4 % 2)) & 15;
       const B16 high = LoadBytes(b + 128 + 32 * (i / 8) + 16 * (i % 2)) >> (2 * (i / 2 % 4)) & 3;
-      const V scale = Splat(d * static_cast<float>(static_cast<int8_t>(b[192 + i])));
-      emit(i, scale * FromSigned((S16)((low | high << 4) - 32)));
+      emit(i, Splat(scale[i]) * FromSigned((S16)((low | high << 4) - 32)));
     }
   }
 };

@@ -8,8 +8,12 @@ namespace inferax {
 namespace {
 
 // Rows of x and of w per register block: as many accumulators as the tier has registers for.
+#if defined(__aarch64__)
+inline constexpr int kBlockM = 3, kBlockN = 2;  // 32 registers of 4 lanes
+#else
 inline constexpr int kBlockM = kParts == 1 ? 6 : kParts == 2 ? 3 : 1;
-inline constexpr int kBlockN = kParts == 2 ? 2 : kParts == 1 ? 4 : 2;
+inline constexpr int kBlockN = kParts == 1 ? 4 : 2;
+#endif
 
 template <int count>
 INLINE void StoreSums(const N (&acc)[count][kParts], float* out) {

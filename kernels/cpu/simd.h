@@ -147,6 +147,12 @@ INLINE V Select(VI mask, V a, V b) {
   EACH_PART r.p[i] = (N)((mask.p[i] & (NI)a.p[i]) | (~mask.p[i] & (NI)b.p[i]));
   return r;
 }
+// All ones in the first eight lanes.
+INLINE VI FirstEight() {
+  VI r;
+  _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) r.p[i / kNative][i % kNative] = i < 8 ? -1 : 0;
+  return r;
+}
 INLINE N MaxN(N a, N b) {
   const NI mask = (NI)(a > b);
   return (N)((mask & (NI)a) | (~mask & (NI)b));
