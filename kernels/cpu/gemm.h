@@ -200,19 +200,20 @@ inline VectorProduct VectorProductOf(int32_t type) {
   return nullptr;
 }
 
-inline int64_t TileRows(int64_t k) {
-  const int64_t fit = (256 << 10) / (4 * Padded(k) + 1);
+// Few rows of x: the expanded rows of w are to stay in a near cache. Many: x is read anew for each tile, from a far one.
+inline int64_t TileRows(int64_t m, int64_t k) {
+  const int64_t fit = (m <= kCarriedRows ? 128 << 10 : 2 << 20) / (4 * Padded(k) + 1);
   return fit >= 32 ? 32 : fit <= 4 ? 4 : fit / 4 * 4;
 }
 
 inline int64_t MatmulScratch(int64_t m, int64_t k) {
   const int64_t carried = m > 1 && NumPanels(Padded(k)) > 1 ? kCarriedRows * 16 : 0;
-  return TileRows(k) * (Padded(k) + carried);
+  return TileRows(m, k) * (Padded(k) + carried);
 }
 
 inline void Matmul(const float* x, int64_t m, int64_t ldx, int64_t k, const Rows& w, int64_t first, int64_t last,
                    float* scratch, float* out, int64_t ldo) {
-  const int64_t padded = Padded(k), tile = TileRows(k);
+  const int64_t padded = Padded(k), tile = TileRows(m, k);
   const bool direct = w.type == kF32 && k == padded;
   if (m == 1 && k == padded) return VectorProductOf(w.type)(x, k, w, first, last, out);
   const Expander expand = ExpanderOf(w.type);

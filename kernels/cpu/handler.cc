@@ -107,7 +107,7 @@ void MultiplyParts(const Kernels& kernels, const float* x, int64_t m, int64_t ld
 int64_t RowsPerChunk(const Kernels& kernels, int64_t m, int64_t n, int64_t k, int64_t threads) {
   const auto round = [](int64_t rows) { return (rows + 3) / 4 * 4; };
   const int64_t fair = round(std::max(n / (threads * 4), int64_t{4}));
-  if (m > 4) return std::min(fair, kernels.tile_rows(k));
+  if (m > 4) return std::min(fair, kernels.tile_rows(m, k));
   // A vector's product is short work: chunks of at least some ten thousand weights.
   return std::clamp(fair, std::min(round(16384 / (k + 1) + 4), int64_t{512}), int64_t{512});
 }

@@ -50,13 +50,14 @@ void Phases::Add(int64_t chunks, std::function<void(int64_t)> run) {
   phases_->push_back(std::make_unique<Phase>(chunks, std::move(run)));
 }
 
-void Phases::Work(Shared& phases) {
+void Phases::Work(Shared& phases, bool to_the_end) {
   [[maybe_unused]] const FloatMode mode;
   for (const auto& phase : phases) {
     for (int64_t i; (i = phase->next.fetch_add(1, std::memory_order_relaxed)) < phase->chunks;) {
       phase->run(i);
       phase->done.fetch_add(1, std::memory_order_release);
     }
+    if (!to_the_end && phase == phases.back()) return;
     for (int spins = 0; phase->done.load(std::memory_order_acquire) < phase->chunks; ++spins) {
       if (spins < 1000) {
         Pause();
@@ -75,9 +76,9 @@ void Phases::Run(xla::ffi::ThreadPool& pool, int64_t work, int threads) {
   const int64_t helpers = threads > 0 ? most - 1 : std::min(most - 1, work / kWorthWaking);
   for (int64_t i = 0; i < helpers; ++i) {
     // What a late helper touches lives as long as it does: by then every counter has run out, and no chunk is left.
-    pool.Schedule(std::function<void()>([phases = phases_] { Work(*phases); }));
+    pool.Schedule(std::function<void()>([phases = phases_] { Work(*phases, false); }));
   }
-  Work(*phases_);
+  Work(*phases_, true);
 }
 
 float* Scratch(int64_t count) {

@@ -29,7 +29,7 @@ class Phases {
     std::atomic<int64_t> next{0}, done{0};
   };
   using Shared = std::vector<std::unique_ptr<Phase>>;
-  static void Work(Shared& phases);
+  static void Work(Shared& phases, bool to_the_end);
 
   std::shared_ptr<Shared> phases_ = std::make_shared<Shared>();
 };

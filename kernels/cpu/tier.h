@@ -68,8 +68,8 @@ struct Softmax {
 struct Kernels {
   const char* name;
   BlockSize (*block_size)(int32_t type);
-  // How many weight rows are expanded to float32 at once.
-  int64_t (*tile_rows)(int64_t k);
+  // How many weight rows are expanded to float32 at once for m rows of x.
+  int64_t (*tile_rows)(int64_t m, int64_t k);
   // Floats of scratch that `matmul` takes.
   int64_t (*matmul_scratch)(int64_t m, int64_t k);
   // out[m, n - first] = x[m] . w[n] for n in [first, last). Rows of x are zero from k to Padded(k).
