@@ -255,7 +255,15 @@ def test_norm(kind: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     "type, k",
-    [("float32", 96), ("float32", 33), ("bfloat16", 96), ("Q4_1", 96), ("Q6_K", 256), ("float32", 2048), ("Q4_1", 1600)],
+    [
+        ("float32", 96),
+        ("float32", 33),
+        ("bfloat16", 96),
+        ("Q4_1", 96),
+        ("Q6_K", 256),
+        ("float32", 2048),
+        ("Q4_1", 1600),
+    ],
 )
 def test_a_row_does_not_depend_on_its_company(type: str, k: int) -> None:
     """Whatever the number of rows, the place among them, and the number of threads."""
