@@ -8,7 +8,8 @@ import pickle
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import jax
+import jax.monitoring
 import numpy as np
 
 
@@ -153,10 +155,12 @@ class XlaBackend:
         on_device = jax.sharding.SingleDeviceSharding(self.device)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device) for x in leaves]
         lowered = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*shapes)
-        built = XlaExecutable(lowered.compile(), results)
+        with _jax_cache_hits() as hits:
+            built = XlaExecutable(lowered.compile(), results)
         self.stats.compiled += 1
         self.stats.compile_seconds += time.perf_counter() - started
-        _save(path, built)
+        if not hits:
+            _save(path, built)
         return built
 
     def _path(self, name: str, leaves: Sequence[Any], tree: Any, donate: Sequence[int]) -> Path | None:
@@ -220,6 +224,25 @@ def _restore(path: Path | None) -> XlaExecutable | None:
         return None
     except Exception:  # whatever is wrong with it, it is only a cache
         return None
+
+
+@contextmanager
+def _jax_cache_hits() -> Iterator[list[str]]:
+    """Events of jax's own compilation cache that served a program within.
+
+    Such an executable has lost its code's symbols on CPU: serialized once more, it loads and then fails when it runs.
+    """
+    hits: list[str] = []
+
+    def note(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(note)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(note)
 
 
 def _save(path: Path | None, executable: XlaExecutable) -> None:

@@ -8,6 +8,8 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from inferax.engine.backend import XlaBackend
 from inferax.engine.llm import LLM
 from inferax.engine.outputs import RequestOutput
@@ -34,6 +36,9 @@ class Session:
         self.quiet: bool = args.quiet
         self._progress = shows_progress(args)
         self._compiling: Any = None
+        if jax.config.values["jax_compilation_cache_dir"] is None:
+            # Unlike the backend's own executables, entries in here outlive a change of inferax's code.
+            jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         self._backend = XlaBackend(programs=cache_folder() / "programs", on_compile=self._announce)
         self.llm = LLM(
             args.model,
