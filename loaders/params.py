@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from inferax.errors import LoadError
@@ -119,7 +118,7 @@ def _matrix(
 def _leaf(kind: str, arrays: list[np.ndarray]) -> PackedWeight | jax.Array:
     # A copy, so that no leaf keeps the file's mapping alive.
     joined = np.concatenate(arrays, axis=0) if len(arrays) > 1 else np.array(arrays[0])
-    array = jnp.asarray(joined)
+    array = jax.device_put(joined)  # not jnp.asarray, which compiles a program for each shape
     return PackedWeight(array, Layout(kind)) if kind in TYPES else array
 
 
@@ -128,7 +127,8 @@ def _vectors(entry: WeightEntry, config: ModelConfig, table: NameTable, source: 
     for part in entry.parts:
         *lead, start = part.at
         out[tuple(lead)][start : start + part.shape[0]] = _read(part, config, table, source).astype(np.float32)
-    return jnp.asarray(out)
+    array: jax.Array = jax.device_put(out)
+    return array
 
 
 def _place(params: dict[str, Any], path: tuple[str | int, ...], leaf: Any) -> None:

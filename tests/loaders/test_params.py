@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -126,3 +127,20 @@ def test_leaves_do_not_share_memory_with_the_file() -> None:
     before = np.array(params["embed"])
     given["token_embd.weight"][:] = 0
     np.testing.assert_array_equal(params["embed"], before)
+
+
+def test_loading_compiles_nothing() -> None:
+    events: list[str] = []
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        del seconds
+        events.append(event)
+
+    given = Tensors(arrays(), {})
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        load_params(CONFIG, TABLE, given, FILE)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not [event for event in events if "compile" in event]
