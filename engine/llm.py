@@ -214,9 +214,10 @@ class LLM:
                     f"{self.max_model_len} tokens; shorten it or raise max_model_len",
                 )
             room = self.max_model_len - len(ids)
-            for token in p.stop_token_ids or ():
-                if token >= self.config.vocab_size:
-                    raise RequestError("stop_token_ids", f"{token} is not in [0, {self.config.vocab_size})")
+            for field, named in p.named_tokens.items():
+                for token in named:
+                    if token >= self.config.vocab_size:
+                        raise RequestError(field, f"{token} is not in [0, {self.config.vocab_size})")
             seed = int(self._seeds.integers(2**63)) if p.seed is None else p.seed
             # Where frequencies follow the prompt's length, its keys fit no prompt of another length.
             salt = f"{len(ids)}".encode() if any(r.length_dependent for r in self.config.rotaries) else b""

@@ -9,14 +9,9 @@ from typing import Any
 from inferax.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_BIASED = 300
 _NEUTRAL: dict[str, Any] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_tokens": 0,
     "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
     "bad_words": None,
     "structured_outputs": None,
     "extra_args": None,
@@ -31,7 +26,12 @@ class SamplingParams:
     seed: None draws one, which the output tells. stop: strings that end the text; they are not part of it unless
     include_stop_str_in_output. max_tokens: new tokens at most (None: up to the context's end).
     logprobs: how many of the most likely tokens to report at each position, besides the chosen one.
-    The fields from presence_penalty on are accepted at their neutral value only.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer so far, once, and once for
+    each time. repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and answer
+    (Keskar et al. 2019). min_tokens: no end or stop token before that many. logit_bias: added to the logits of these
+    ids. allowed_token_ids: no other token can come. Order: allowed ids, min_tokens, bias, penalties, temperature,
+    min_p, top_k, top_p.
+    prompt_logprobs, bad_words, structured_outputs and extra_args are accepted at their neutral value only.
     """
 
     n: int = 1
@@ -52,9 +52,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
-    prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    prompt_logprobs: int | None = None
     bad_words: list[str] | None = None
     structured_outputs: Any = None
     extra_args: dict[str, Any] | None = None
@@ -78,21 +78,55 @@ class SamplingParams:
             self._integer("logprobs", 0)
             if self.logprobs > MAX_LOGPROBS:
                 raise RequestError("logprobs", f"{self.logprobs} is more than {MAX_LOGPROBS}")
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
+        self._number("repetition_penalty", 0.0, math.inf, low_open=True)
+        self._integer("min_tokens", 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if len(self.logit_bias or {}) > MAX_BIASED:
+            raise RequestError("logit_bias", f"it has {len(self.logit_bias or {})} entries, more than {MAX_BIASED}")
+        for token, bias in (self.logit_bias or {}).items():
+            self._token("logit_bias", token)
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise RequestError("logit_bias", f"{bias!r} for token {token} is not in [-100, 100]")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids", "it is empty, so that no token could come")
+        for token in self.allowed_token_ids or ():
+            self._token("allowed_token_ids", token)
         for stop in self.stop_strings:
             if not isinstance(stop, str) or not stop:
                 raise RequestError("stop", f"{stop!r} is not a non-empty string")
         if self.stop_strings and not self.detokenize:
             raise RequestError("stop", "stop strings need detokenize=True")
         for token in self.stop_token_ids or ():
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise RequestError("stop_token_ids", f"{token!r} is not a token id")
+            self._token("stop_token_ids", token)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, f"{getattr(self, name)!r} is not a bool")
 
     @property
+    def shapes_logits(self) -> bool:
+        """Whether logits are changed before the temperature."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
+        return any(penalties) or self.min_tokens > 0 or bool(self.logit_bias) or self.allowed_token_ids is not None
+
+    @property
+    def named_tokens(self) -> dict[str, list[int]]:
+        """Token ids by the field that names them."""
+        return {
+            "stop_token_ids": list(self.stop_token_ids or ()),
+            "logit_bias": list(self.logit_bias or ()),
+            "allowed_token_ids": list(self.allowed_token_ids or ()),
+        }
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def _token(self, name: str, token: Any) -> None:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise RequestError(name, f"{token!r} is not a token id")
 
     def _integer(self, name: str, least: int) -> None:
         value = getattr(self, name)

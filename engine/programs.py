@@ -23,8 +23,8 @@ TOKEN_LADDER = (1, 4, 16, 64, 256, 1024)
 ROW_LADDER = (1, 4, 16, 64, 256)
 
 # One row of the sampler's metadata. Floats travel as their bits.
-ROW_INTS = ("slot", "top_k", "sample_index", "position", "seed_low", "seed_high", "logprobs")
-ROW_FLOATS = ("temperature", "top_p", "min_p")
+ROW_INTS = ("slot", "top_k", "sample_index", "position", "seed_low", "seed_high", "logprobs", "shaped", "may_end")
+ROW_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 ROW_WIDTH = len(ROW_INTS) + len(ROW_FLOATS)
 
 
@@ -68,12 +68,16 @@ def sample_step(
         for i, name in enumerate(ROW_FLOATS)
     }
     logits = decoder.logits(config, params, rows)
+    slot = ints["slot"]
+    shaped = jax.lax.cond(
+        jnp.any(ints["shaped"] > 0), partial(_shape, logits, state, slot, ints, floats), lambda: logits
+    )
     unsigned = {
         name: jax.lax.bitcast_convert_type(ints[name], jnp.uint32)
         for name in ("sample_index", "position", "seed_low", "seed_high")
     }
     tokens = sample(
-        logits,
+        shaped,
         SamplerRows(
             temperature=floats["temperature"],
             top_k=ints["top_k"],
@@ -90,7 +94,52 @@ def sample_step(
         partial(_logprobs, config, params, rows, logits, tokens),
         partial(_no_logprobs, logits, tokens),
     )
-    return out, {"last_tokens": state["last_tokens"].at[ints["slot"]].set(tokens)}
+    return out, state | {
+        "last_tokens": state["last_tokens"].at[slot].set(tokens),
+        "counts": state["counts"].at[slot, tokens].add(1),
+    }
+
+
+def empty_state(slots: int, vocab_size: int) -> dict[str, Array]:
+    """The sampler's state by sequence slot, with a spare last one for padding rows. Donated to each step.
+
+    last_tokens: the token sampled last. counts: how often each token came in the answer. The other leaves are read only
+    for rows whose request shapes its logits: in_prompt, bias (added; -inf forbids), ends (forbidden while the answer
+    may not end).
+    """
+    shape = (slots + 1, vocab_size)
+    return {
+        "last_tokens": jnp.zeros(slots + 1, jnp.int32),
+        "counts": jnp.zeros(shape, jnp.int16),
+        "in_prompt": jnp.zeros(shape, jnp.bool_),
+        "bias": jnp.zeros(shape, jnp.float32),
+        "ends": jnp.zeros(shape, jnp.bool_),
+    }
+
+
+def load_slot(state: dict[str, Array], slot: Int32[Array, ""], row: dict[str, Array]) -> dict[str, Array]:
+    """The state with one slot's leaves replaced, whatever ran in the slot before."""
+    return state | {name: state[name].at[slot].set(value) for name, value in row.items()}
+
+
+def _shape(
+    logits: Float32[Array, "R V"],
+    state: dict[str, Array],
+    slot: Int32[Array, " R"],
+    ints: dict[str, Array],
+    floats: dict[str, Array],
+) -> Float32[Array, "R V"]:
+    """Bias, then penalties, for the rows that ask for them."""
+    counts = state["counts"][slot]
+    out = logits + state["bias"][slot]
+    early = (ints["position"] < ints["may_end"])[:, None]
+    out = jnp.where(early & state["ends"][slot], -jnp.inf, out)
+    seen = state["in_prompt"][slot] | (counts > 0)
+    repetition = floats["repetition_penalty"][:, None]
+    out = jnp.where(seen, jnp.where(out > 0, out / repetition, out * repetition), out)
+    out = out - floats["frequency_penalty"][:, None] * counts.astype(jnp.float32)
+    out = out - floats["presence_penalty"][:, None] * (counts > 0)
+    return jnp.where((ints["shaped"] > 0)[:, None], out, logits)
 
 
 def _num_top(logits: Array) -> int:

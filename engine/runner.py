@@ -17,8 +17,10 @@ from inferax.engine.programs import (
     ROW_INTS,
     ROW_WIDTH,
     EngineShape,
+    empty_state,
     float_bits,
     forward,
+    load_slot,
     sample_step,
     sampler_params,
 )
@@ -72,13 +74,12 @@ class Runner:
         shapes = [
             cache_shape(s.num_pages[c.group(i)], s.page_size, c.num_kv_heads, c.head_dim) for i in range(c.num_layers)
         ]
-        slots = s.max_seqs + 1
 
         def zeros() -> Any:
             cache = tuple(jnp.zeros(shape, self.cache_dtype) for shape in shapes)
-            return cache, {"last_tokens": jnp.zeros(slots, jnp.int32)}
+            return cache, empty_state(s.max_seqs, c.vocab_size)
 
-        name = f"empty cache({shapes}, {jnp.dtype(self.cache_dtype).name}, {slots})"
+        name = f"empty cache({shapes}, {jnp.dtype(self.cache_dtype).name}, {s.max_seqs}, {c.vocab_size})"
         self._cache, self._state = self._program("empty", lambda: self.backend.compile(zeros, name=name))()
 
     def forward_program(self, shape: BatchShape) -> Executable:
@@ -88,7 +89,7 @@ class Runner:
             ("forward", shape),
             lambda: self.backend.compile(
                 partial(forward, self.config, shape),
-                *(avals(self.params), packed, avals(self._cache), avals(self._state)),
+                *(avals(self.params), packed, avals(self._cache), {"last_tokens": avals(self._state["last_tokens"])}),
                 donate=(2,),
                 name=f"forward({self.config}, {shape})",
             ),
@@ -108,6 +109,19 @@ class Runner:
             ),
         )
 
+    def load_program(self, row: dict[str, np.ndarray]) -> Executable:
+        """The program that writes one slot of the sampler's state."""
+        state = avals(self._state)
+        return self._program(
+            "load slot",
+            lambda: self.backend.compile(
+                load_slot,
+                *(state, jax.ShapeDtypeStruct((), jnp.int32), avals(row)),
+                donate=(0,),
+                name=f"load slot({self.shape.max_seqs}, {self.config.vocab_size})",
+            ),
+        )
+
     def _program(self, key: Any, build: Any) -> Executable:
         if key not in self._programs:
             self._programs[key] = build()
@@ -120,11 +134,16 @@ class Runner:
         """
         shape = self.shape.batch_shape(sum(c.stop - c.start for c in chunks))
         rows, self._cache = self.forward_program(shape)(
-            self.params, self._packed(shape, chunks), self._cache, self._state
+            self.params, self._packed(shape, chunks), self._cache, {"last_tokens": self._state["last_tokens"]}
         )
         sampled = [c for c in chunks if c.samples]
         if not sampled:
             return StepResult([], {})
+        for chunk in sampled:
+            if chunk.seq.params.shapes_logits and not chunk.seq.slot_loaded:
+                row = chunk.seq.slot_state(self.config.vocab_size)
+                self._state = self.load_program(row)(self._state, np.int32(chunk.seq.slot), row)
+                chunk.seq.slot_loaded = True
         packed = self._sampler_rows(shape.rows, sampled)
         out, self._state = self.sample_program(shape.rows)(self._sampler_params, rows, packed, self._state)
         wanted = ["tokens"]
@@ -168,7 +187,8 @@ class Runner:
         packed = np.zeros((rows, ROW_WIDTH), np.int32)
         packed[:, ROW_INTS.index("slot")] = self.shape.max_seqs
         packed[:, ROW_INTS.index("logprobs")] = -1
-        packed[:, len(ROW_INTS) + ROW_FLOATS.index("top_p")] = float_bits(1.0)
+        for name in ("top_p", "repetition_penalty"):
+            packed[:, len(ROW_INTS) + ROW_FLOATS.index(name)] = float_bits(1.0)
         for row, chunk in zip(packed, sampled, strict=False):
             row[0] = chunk.seq.slot
             row[1:] = chunk.seq.sampler_row

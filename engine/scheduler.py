@@ -178,6 +178,7 @@ class Scheduler:
             seq.computed = seq.cached = found
             seq.published = found // self.pages.page_size
             seq.slot = self._slots.pop()
+            seq.slot_loaded = False
             self.running.append(seq)
             chunks.append(self._chunk(seq, stop))
             budget -= stop - found

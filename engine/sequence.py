@@ -11,7 +11,7 @@ import numpy as np
 
 from inferax.engine.outputs import CompletionOutput, Logprob
 from inferax.engine.params import SamplingParams
-from inferax.engine.programs import ROW_INTS, ROW_WIDTH, float_bits
+from inferax.engine.programs import ROW_FLOATS, ROW_INTS, ROW_WIDTH, float_bits
 
 
 class TextSink(Protocol):
@@ -43,6 +43,7 @@ class Sequence:
     computed: int = field(init=False, default=0)
     pending: int = field(init=False, default=0)
     slot: int = field(init=False, default=-1)
+    slot_loaded: bool = field(init=False, default=False)
     # The scheduler's: pages of each cache group by block, the first block still held, hashes of full blocks.
     tables: list[list[int]] = field(init=False, default_factory=list)
     held_from: list[int] = field(init=False, default_factory=list)
@@ -73,9 +74,11 @@ class Sequence:
             "seed_low": words[0],
             "seed_high": words[1],
             "logprobs": -1 if p.logprobs is None else p.logprobs,
+            "shaped": int(p.shapes_logits),
+            "may_end": self.prompt_len + p.min_tokens,
         }
         row[: len(ROW_INTS)] = [ints[name] for name in ROW_INTS]
-        row[len(ROW_INTS) :] = [float_bits(x) for x in (p.temperature, p.top_p, p.min_p)]
+        row[len(ROW_INTS) :] = [float_bits(getattr(p, name)) for name in ROW_FLOATS]
         self.sampler_row = row[1:]
 
     @property
@@ -100,6 +103,21 @@ class Sequence:
     def exhausted(self) -> bool:
         """Whether as many tokens are sampled or on their way as the request may have."""
         return self.known - self.prompt_len >= self.max_tokens
+
+    def slot_state(self, vocab_size: int) -> dict[str, np.ndarray]:
+        """What the sampler must know of a request that shapes its logits; from token ids alone."""
+        p = self.params
+        bias = np.zeros(vocab_size, np.float32)
+        if p.allowed_token_ids is not None:
+            bias[:] = -np.inf
+            bias[list(p.allowed_token_ids)] = 0
+        for token, value in (p.logit_bias or {}).items():
+            bias[token] += value
+        in_prompt, ends = np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.bool_)
+        in_prompt[list(self.prompt)] = True
+        ends[list({*self.eos_ids, *(p.stop_token_ids or ())})] = True
+        counts = np.bincount(self.tokens[self.prompt_len :], minlength=vocab_size).astype(np.int16)
+        return {"bias": bias, "in_prompt": in_prompt, "ends": ends, "counts": counts}
 
     def accept(self, token: int, logprobs: dict[int, Logprob] | None = None) -> str:
         """Takes a sampled token, ends the sequence where a stop condition holds, and returns the text that is new."""
@@ -128,7 +146,8 @@ class Sequence:
         """Held text up to a stop string, or up to what may still become one."""
         out = self.output
         held = self._held
-        found = [(held.find(stop), stop) for stop in self.params.stop_strings if stop in held]
+        stops = self.params.stop_strings if len(out.token_ids) >= self.params.min_tokens else ()
+        found = [(held.find(stop), stop) for stop in stops if stop in held]
         if found:
             at, stop = min(found)
             end = at + len(stop) if self.params.include_stop_str_in_output else at
@@ -137,7 +156,7 @@ class Sequence:
         elif out.finish_reason is not None:
             text, self._held = held, ""
         else:
-            keep = max((_overlap(held, stop) for stop in self.params.stop_strings), default=0)
+            keep = max((_overlap(held, stop) for stop in stops), default=0)
             text, self._held = held[: len(held) - keep], held[len(held) - keep :]
         out.text += text
         return text

@@ -23,9 +23,9 @@ from inferax.engine.scheduler import Scheduler
 from inferax.engine.sequence import Sequence
 from inferax.kernels import cpu
 from inferax.models.config import LayerSpec, ModelConfig
-from inferax.models.weights import weight_entries
 from inferax.ops.linear import Compute
 from inferax.ops.rotary import RotarySpec
+from tests.engine.tiny import random_params
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="XLA's own dots are not batch-invariant")
 
@@ -40,20 +40,6 @@ def config(compute: Compute) -> ModelConfig:
         context_length=512, layers=(LayerSpec(40), LayerSpec(None), LayerSpec(40)), rotaries=(RotarySpec(16),),
         norm_eps=1e-5, qk_norm=True, compute=compute,
     )  # fmt: skip
-
-
-def random_params(config: ModelConfig) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    params: dict[str, Any] = {"layers": [{} for _ in config.layers]}
-    for entry in weight_entries(config):
-        values = rng.standard_normal(entry.shape, np.float32) * (0.3 if entry.vectors else 2 / entry.shape[1] ** 0.5)
-        array = jnp.asarray(values + (1 if entry.vectors else 0), jnp.float32)
-        if len(entry.path) == 1:
-            params[str(entry.path[0])] = array
-        else:
-            params["layers"][entry.path[1]][entry.path[2]] = array  # type: ignore[index]
-    params["layers"] = tuple(params["layers"])
-    return params
 
 
 @functools.cache  # programs are compiled once for each shape
@@ -103,6 +89,16 @@ def others(count: int) -> Iterator[Sequence]:
 SAMPLING = {
     "greedy": SamplingParams(temperature=0, max_tokens=NEW, logprobs=5),
     "seeded": SamplingParams(temperature=1.1, top_p=0.95, top_k=40, min_p=0.01, max_tokens=NEW, logprobs=5),
+    "penalized": SamplingParams(
+        temperature=0.9,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logit_bias={7: 2.0},
+        min_tokens=4,
+        max_tokens=NEW,
+        logprobs=5,
+    ),
     "whole vocabulary": SamplingParams(temperature=1.5, max_tokens=NEW, logprobs=5),
 }
 
@@ -152,7 +148,7 @@ def test_after_preemption(compute: Compute, params: SamplingParams, alone: Resul
 
 def test_after_a_prefix_hit(compute: Compute, params: SamplingParams, alone: Result) -> None:
     engine = Engine(compute)
-    engine.run(request(replace(params, max_tokens=3)), request(SamplingParams(max_tokens=2), PROMPT[:70]))
+    engine.run(request(replace(params, max_tokens=3, min_tokens=0)), request(SamplingParams(max_tokens=2), PROMPT[:70]))
     seq = request(params)
     engine.run(seq)
     assert seq.cached == 144

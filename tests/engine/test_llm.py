@@ -106,7 +106,10 @@ def test_a_wrong_prompt(llm: inferax.LLM, prompt: Any, message: str) -> None:
         ("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("top_k", 0.5), ("min_p", -0.1), ("min_p", 2), ("seed", 2**64),
         ("seed", "x"), ("max_tokens", 0), ("max_tokens", True), ("logprobs", -1), ("logprobs", 21), ("stop", [""]),
         ("stop", [1]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("ignore_eos", 1),
-        ("presence_penalty", 0.5), ("min_tokens", 3), ("logit_bias", {1: 2.0}), ("structured_outputs", {"json": {}}),
+        ("presence_penalty", 2.5), ("frequency_penalty", -3), ("repetition_penalty", 0), ("min_tokens", -1),
+        ("min_tokens", 17), ("logit_bias", {1: 200.0}), ("logit_bias", {-1: 2.0}), ("logit_bias", {"a": 2.0}),
+        ("allowed_token_ids", []), ("allowed_token_ids", [-5]), ("bad_words", ["x"]),
+        ("structured_outputs", {"json": {}}), ("prompt_logprobs", 1),
     ],
 )  # fmt: skip
 def test_a_wrong_parameter_is_refused_by_name(field: str, value: Any) -> None:
