@@ -239,6 +239,7 @@ class LLM:
             for other in seqs[1:]:
                 other.sibling = seqs[0]
             output = RequestOutput(str(self._count), text, ids, [s.output for s in seqs], False)
+            output.prompt_logprobs = seqs[0].prompt_logprobs
             requests.append((output, seqs))
             self._count += 1
         return requests

@@ -12,7 +12,7 @@ from inferax.engine.outputs import Logprob
 from inferax.engine.pages import Pages
 from inferax.engine.programs import EngineShape
 from inferax.engine.runner import Runner, StepResult
-from inferax.engine.scheduler import Policy, Scheduler
+from inferax.engine.scheduler import Chunk, Policy, Scheduler
 from inferax.engine.sequence import Sequence
 
 
@@ -73,6 +73,10 @@ def run(runner: Runner, sequences: Iterable[Sequence], scheduler: Scheduler | No
 
 
 def _retire(result: StepResult) -> Iterator[Event]:
+    if result.scored:
+        scores = {name: copy.result() for name, copy in result.scores.items()}
+        for chunk, first in result.scored:
+            _take_scores(chunk, first, scores)
     if not result.sampled:
         return
     tokens = result.tokens()
@@ -80,15 +84,22 @@ def _retire(result: StepResult) -> Iterator[Event]:
     for row, (seq, token) in enumerate(zip(result.sampled, tokens, strict=True)):
         if seq.finished:  # it ended at the token before; this one is of no use
             continue
-        text = seq.accept(token, _logprobs(seq, token, tables, row) if tables else None)
+        count = seq.params.logprobs
+        text = seq.accept(token, None if count is None else _logprobs(seq, token, tables, row, count))
         yield Event(seq, token, text)
 
 
-def _logprobs(seq: Sequence, token: int, tables: dict[str, np.ndarray], row: int) -> dict[int, Logprob] | None:
-    count = seq.params.logprobs
-    if count is None:
-        return None
+def _take_scores(chunk: Chunk, first: int, scores: dict[str, np.ndarray]) -> None:
+    seq, taken = chunk.seq, chunk.seq.prompt_logprobs
+    if taken is None:
+        return
+    for position in range(chunk.start + 1, min(chunk.stop + 1, seq.prompt_len)):
+        if position == len(taken):  # what was computed again after a preemption is there already
+            row = first + position - 1 - chunk.start
+            taken.append(_logprobs(seq, seq.prompt[position], scores, row, seq.params.prompt_logprobs or 0))
 
+
+def _logprobs(seq: Sequence, token: int, tables: dict[str, np.ndarray], row: int, count: int) -> dict[int, Logprob]:
     def text(token: int) -> str | None:
         return None if seq.token_text is None else seq.token_text(token)
 

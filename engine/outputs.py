@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -45,7 +45,7 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """All samples of one request."""
+    """All samples of one request. `prompt_logprobs` begins with None: nothing comes before the first token."""
 
     request_id: str
     prompt: str | None
@@ -53,4 +53,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
-    prompt_logprobs: None = field(default=None)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

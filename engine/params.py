@@ -11,7 +11,6 @@ from inferax.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_BIASED = 300
 _NEUTRAL: dict[str, Any] = {
-    "prompt_logprobs": None,
     "bad_words": None,
     "structured_outputs": None,
     "extra_args": None,
@@ -31,7 +30,8 @@ class SamplingParams:
     (Keskar et al. 2019). min_tokens: no end or stop token before that many. logit_bias: added to the logits of these
     ids. allowed_token_ids: no other token can come. Order: allowed ids, min_tokens, bias, penalties, temperature,
     min_p, top_k, top_p.
-    prompt_logprobs, bad_words, structured_outputs and extra_args are accepted at their neutral value only.
+    prompt_logprobs: the same for each token of the prompt after the first; such a request reads no cached prefix.
+    bad_words, structured_outputs and extra_args are accepted at their neutral value only.
     """
 
     n: int = 1
@@ -74,10 +74,11 @@ class SamplingParams:
                 raise RequestError("seed", f"{self.seed} does not fit 64 bits")
         if self.max_tokens is not None:
             self._integer("max_tokens", 1)
-        if self.logprobs is not None:
-            self._integer("logprobs", 0)
-            if self.logprobs > MAX_LOGPROBS:
-                raise RequestError("logprobs", f"{self.logprobs} is more than {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._integer(name, 0)
+                if getattr(self, name) > MAX_LOGPROBS:
+                    raise RequestError(name, f"{getattr(self, name)} is more than {MAX_LOGPROBS}")
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
         self._number("repetition_penalty", 0.0, math.inf, low_open=True)

@@ -15,12 +15,13 @@ from inferax.engine.params import MAX_LOGPROBS
 from inferax.models import decoder
 from inferax.models.config import ModelConfig
 from inferax.models.decoder import Params
-from inferax.ops.batch import BatchShape
+from inferax.ops.batch import Batch, BatchShape
 from inferax.ops.cache import Cache
 from inferax.ops.sample import SamplerRows, sample
 
 TOKEN_LADDER = (1, 4, 16, 64, 256, 1024)
 ROW_LADDER = (1, 4, 16, 64, 256)
+_SCORE_TILE = 16
 
 # One row of the sampler's metadata. Floats travel as their bits.
 ROW_INTS = ("slot", "top_k", "sample_index", "position", "seed_low", "seed_high", "logprobs", "shaped", "may_end")
@@ -48,11 +49,44 @@ def forward(
 
     A negative token -(slot + 1) stands for the token last sampled in that slot, which only the device knows yet.
     """
+    batch, hidden, cache = _hidden(config, shape, params, packed, cache, state)
+    return hidden[batch.sample_rows], cache
+
+
+def _hidden(
+    config: ModelConfig, shape: BatchShape, params: Params, packed: Int32[Array, " n"], cache: Cache, state: Any
+) -> tuple[Batch, Float32[Array, "T D"], Cache]:
     batch = shape.unpack(packed)
     waiting = batch.tokens < 0
     tokens = jnp.where(waiting, state["last_tokens"][jnp.where(waiting, -batch.tokens - 1, 0)], batch.tokens)
     hidden, cache = decoder.forward(config, params, replace(batch, tokens=tokens), cache)
-    return hidden[batch.sample_rows], cache
+    return batch, hidden, cache
+
+
+def forward_all(
+    config: ModelConfig, shape: BatchShape, params: Params, packed: Int32[Array, " n"], cache: Cache, state: Any
+) -> tuple[Float32[Array, "R D"], Float32[Array, "T D"], Cache]:
+    """`forward`, with the hidden states of all rows besides, for requests that want their prompt scored."""
+    batch, hidden, cache = _hidden(config, shape, params, packed, cache, state)
+    return hidden[batch.sample_rows], hidden, cache
+
+
+def score(
+    config: ModelConfig, params: Params, hidden: Float32[Array, "T D"], ids: Int32[Array, " T"]
+) -> dict[str, Array]:
+    """Log-probabilities of `ids` after each row, their ranks and the most likely tokens; a few rows at a time, so that
+    no [T, V] is ever held."""
+    tile = min(_SCORE_TILE, hidden.shape[0])
+    tiles = -(-hidden.shape[0] // tile)
+    pad = tiles * tile - hidden.shape[0]
+    rows = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(tiles, tile, -1)
+    wanted = jnp.pad(ids, (0, pad)).reshape(tiles, tile)
+
+    def one(given: tuple[Array, Array]) -> dict[str, Array]:
+        return _logprobs(config, params, given[0], decoder.logits(config, params, given[0]), given[1])
+
+    found = jax.lax.map(one, (rows, wanted))
+    return {k: v.reshape(tiles * tile, *v.shape[2:])[: hidden.shape[0]] for k, v in found.items()}
 
 
 def sample_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,9 +20,11 @@ from inferax.engine.programs import (
     empty_state,
     float_bits,
     forward,
+    forward_all,
     load_slot,
     sample_step,
     sampler_params,
+    score,
 )
 from inferax.engine.scheduler import Chunk
 from inferax.engine.sequence import Sequence as Seq
@@ -38,6 +40,9 @@ class StepResult:
 
     sampled: list[Seq]
     copies: dict[str, HostCopy]
+    # Chunks whose prompts are scored, with their first row; and the scores of all rows.
+    scored: list[tuple[Chunk, int]] = field(default_factory=list)
+    scores: dict[str, HostCopy] = field(default_factory=dict)
 
     def tokens(self) -> list[int]:
         return [int(t) for t in self.copies["tokens"].result()[: len(self.sampled)]]
@@ -82,16 +87,29 @@ class Runner:
         name = f"empty cache({shapes}, {jnp.dtype(self.cache_dtype).name}, {s.max_seqs}, {c.vocab_size})"
         self._cache, self._state = self._program("empty", lambda: self.backend.compile(zeros, name=name))()
 
-    def forward_program(self, shape: BatchShape) -> Executable:
-        """The forward program of a bucket."""
+    def score_program(self, tokens: int) -> Executable:
+        """The program that scores the rows of a bucket."""
+        hidden = jax.ShapeDtypeStruct((tokens, self.config.width), jnp.float32)
+        ids = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        return self._program(
+            ("score", tokens),
+            lambda: self.backend.compile(
+                partial(score, self.config),
+                *(avals(self._sampler_params), hidden, ids),
+                name=f"score({self.config}, {tokens})",
+            ),
+        )
+
+    def forward_program(self, shape: BatchShape, function: Callable[..., Any] = forward) -> Executable:
+        """The forward program of a bucket; `forward_all` gives the one that keeps all hidden states."""
         packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32)
         return self._program(
-            ("forward", shape),
+            (function.__name__, shape),
             lambda: self.backend.compile(
-                partial(forward, self.config, shape),
+                partial(function, self.config, shape),
                 *(avals(self.params), packed, avals(self._cache), {"last_tokens": avals(self._state["last_tokens"])}),
                 donate=(2,),
-                name=f"forward({self.config}, {shape})",
+                name=f"{function.__name__}({self.config}, {shape})",
             ),
         )
 
@@ -133,12 +151,16 @@ class Runner:
         A token that the host does not know yet (its sequence sampled it in the step before) is read on the device.
         """
         shape = self.shape.batch_shape(sum(c.stop - c.start for c in chunks))
-        rows, self._cache = self.forward_program(shape)(
-            self.params, self._packed(shape, chunks), self._cache, {"last_tokens": self._state["last_tokens"]}
-        )
+        arguments = (self.params, self._packed(shape, chunks), self._cache, {"last_tokens": self._state["last_tokens"]})
+        result = StepResult([], {})
+        if any(c.seq.scoring for c in chunks):
+            rows, hidden, self._cache = self.forward_program(shape, forward_all)(*arguments)
+            self._score(result, chunks, hidden, shape.tokens)
+        else:
+            rows, self._cache = self.forward_program(shape)(*arguments)
         sampled = [c for c in chunks if c.samples]
         if not sampled:
-            return StepResult([], {})
+            return result
         for chunk in sampled:
             if chunk.seq.params.shapes_logits and not chunk.seq.slot_loaded:
                 row = chunk.seq.slot_state(self.config.vocab_size)
@@ -149,7 +171,22 @@ class Runner:
         wanted = ["tokens"]
         if any(c.seq.params.logprobs is not None for c in sampled):
             wanted += ["logprob", "rank", "top_logprobs", "top_ids"]
-        return StepResult([c.seq for c in sampled], {name: self.backend.get_async(out[name]) for name in wanted})
+        result.sampled = [c.seq for c in sampled]
+        result.copies = {name: self.backend.get_async(out[name]) for name in wanted}
+        return result
+
+    def _score(self, result: StepResult, chunks: Sequence[Chunk], hidden: Any, tokens: int) -> None:
+        """Enqueues the scores of the prompt tokens that follow the rows of this step."""
+        ids = np.zeros(tokens, np.int32)
+        row = 0
+        for chunk in chunks:
+            following = chunk.seq.tokens[chunk.start + 1 : min(chunk.stop + 1, chunk.seq.prompt_len)]
+            if chunk.seq.scoring and following:
+                ids[row : row + len(following)] = following
+                result.scored.append((chunk, row))
+            row += chunk.stop - chunk.start
+        out = self.score_program(tokens)(self._sampler_params, hidden, ids)
+        result.scores = {name: self.backend.get_async(array) for name, array in out.items()}
 
     def _packed(self, shape: BatchShape, chunks: Sequence[Chunk]) -> np.ndarray:
         views = shape.empty()

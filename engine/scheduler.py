@@ -164,7 +164,7 @@ class Scheduler:
             if seq.sibling is not None and seq.sibling.slot >= 0 and seq.sibling.computed < seq.prompt_len:
                 passed.append(entry)  # it will find the prompt that its sibling is computing
                 continue
-            found = self.pages.lookup(self._hashes(seq), seq.known)
+            found = 0 if seq.scoring else self.pages.lookup(self._hashes(seq), seq.known)
             seq.tables = self.pages.start(seq.hashes, found)
             seq.held_from = [self.pages.first_block(g, found) if found else 0 for g in range(len(seq.tables))]
             stop = found + min(seq.known - found, budget)

@@ -53,6 +53,7 @@ class Sequence:
     arrival: int = field(init=False, default=-1)
     passed_over: int = field(init=False, default=0)
     output: CompletionOutput = field(init=False)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False, default=None)
     sampler_row: np.ndarray = field(init=False)
     _held: str = field(init=False, default="")
 
@@ -63,6 +64,8 @@ class Sequence:
             self.index, "", [], 0.0 if logprobs is not None else None, logprobs, seed=self.seed
         )
         p = self.params
+        if p.prompt_logprobs is not None and self.index == 0:
+            self.prompt_logprobs = [None]
         row = np.zeros(ROW_WIDTH, np.int32)
         seed = self.seed % 2**64
         words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
@@ -89,6 +92,11 @@ class Sequence:
     def known(self) -> int:
         """Tokens known to the host or the device."""
         return len(self.tokens) + self.pending
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of the prompt are still to come."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len
 
     @property
     def finished(self) -> bool:

@@ -1,0 +1,89 @@
+"""Likelihoods of prompts: against full logits, in chunks, and without ever holding [tokens, vocabulary]."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import inferax
+from inferax.engine.backend import XlaBackend
+from inferax.engine.loop import run, scheduler_for
+from inferax.engine.params import SamplingParams
+from inferax.engine.programs import sampler_params, score
+from inferax.engine.sequence import Sequence
+from inferax.models import decoder
+from tests.engine.tiny import CONFIG, engine, random_params, request
+from tests.goldens import load_golden
+
+PARAMS = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
+PROMPT = [int(t) for t in np.random.default_rng(5).integers(0, 131, 90)]
+
+
+def sums(seq: Sequence) -> list[float]:
+    assert seq.prompt_logprobs is not None and seq.prompt_logprobs[0] is None
+    assert len(seq.prompt_logprobs) == seq.prompt_len
+    return [t[token].logprob for t, token in zip(seq.prompt_logprobs[1:], seq.prompt[1:], strict=True) if t is not None]
+
+
+def test_in_chunks_beside_others_equal_full_logits() -> None:
+    logits = np.asarray(decoder.apply(CONFIG, random_params(CONFIG), np.array([PROMPT], np.int32)), np.float64)[0]
+    top = logits.max(-1, keepdims=True)
+    truth = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    runner = engine(budget=32)
+    plain = SamplingParams(temperature=0, max_tokens=9)
+    seq, others = request(PROMPT, PARAMS), [request(PROMPT[i : i + 40], plain) for i in range(5)]
+    scheduler = scheduler_for(runner.shape, CONFIG.windows)
+    for _ in run(runner, [others[0], seq, *others[1:]], scheduler):
+        scheduler.check_integrity()
+    np.testing.assert_allclose(sums(seq), truth[np.arange(89), PROMPT[1:]], atol=1e-4)
+    for row, table, token in zip(truth, (seq.prompt_logprobs or [])[1:], PROMPT[1:], strict=False):
+        assert table is not None and set(table) == {int(t) for t in np.argsort(-row)[:2]} | {token}
+        assert table[token].rank == 1 + int((row > row[token]).sum())
+    # A cached prefix is not read, nor is what comes after changed.
+    again = request(PROMPT, PARAMS)
+    for _ in run(runner, [again], scheduler):
+        pass
+    assert (again.cached, sums(again), again.output.token_ids) == (0, sums(seq), seq.output.token_ids)
+
+
+def test_memory_is_flat_in_the_length_of_the_prompt(smollm2_path: Path) -> None:
+    model = inferax.load(smollm2_path)
+    backend, sizes = XlaBackend(), []
+    for tokens in (64, 1024):
+        hidden = jax.ShapeDtypeStruct((tokens, model.config.width), np.float32)
+        ids = jax.ShapeDtypeStruct((tokens,), np.int32)
+        program = backend.compile(
+            lambda p, h, i: score(model.config, p, h, i),
+            sampler_params(model.config, model.params),
+            hidden,
+            ids,
+            name="s",
+        )
+        sizes.append(backend.memory(program).temporaries)
+    print(f"temporaries at 64 and 1,024 tokens: {sizes[0] / 1e6:.1f} and {sizes[1] / 1e6:.1f} MB")
+    whole = 1024 * model.config.vocab_size * 4
+    assert sizes[1] < whole / 10 and sizes[1] - sizes[0] < 8e6
+
+
+def test_likelihood_of_a_long_text(smollm2_path: Path) -> None:
+    """The sum over a text of 1,555 tokens equals the full-logits computation to 1e-4 per token."""
+    model = inferax.load(smollm2_path)
+    prompt = next(p for p in load_golden("smollm2").prompts if p.name == "long_log").prompt_ids
+    tokens = np.zeros((1, 1600), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    apply = jax.jit(model.apply)
+    logits = np.concatenate(
+        [np.asarray(apply(model.params, tokens, positions=np.arange(i, i + 400)[None]))[0] for i in range(0, 1600, 400)]
+    )[: len(prompt) - 1].astype(np.float64)
+    top = logits.max(-1)
+    truth = logits[np.arange(len(prompt) - 1), prompt[1:]] - top - np.log(np.exp(logits - top[:, None]).sum(-1))
+    llm = inferax.LLM(model, compute="exact", max_model_len=2048, max_num_seqs=1)
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    assert output.prompt_logprobs is not None
+    ours = [table[t].logprob for table, t in zip(output.prompt_logprobs[1:], prompt[1:], strict=True) if table]
+    print(f"sum {sum(ours):.4f}, full logits {truth.sum():.4f}, largest difference {np.abs(ours - truth).max():.1e}")
+    np.testing.assert_allclose(ours, truth, atol=1e-4)
+    assert sum(ours) == pytest.approx(truth.sum(), rel=1e-4)
