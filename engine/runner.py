@@ -36,19 +36,25 @@ from inferax.ops.cache import cache_shape
 
 @dataclass
 class StepResult:
-    """The sampled tokens of a step, on their way to the host, in the order of `sampled`."""
+    """A step under way: first its hidden states, then its sampled tokens on their way to the host."""
 
-    sampled: list[Seq]
-    copies: dict[str, HostCopy]
+    samples: list[Chunk]  # chunks after which a token is sampled, in the order of the rows
+    num_rows: int
+    rows: Any = None
+    copies: dict[str, HostCopy] = field(default_factory=dict)
     # Chunks whose prompts are scored, with their first row; and the scores of all rows.
     scored: list[tuple[Chunk, int]] = field(default_factory=list)
     scores: dict[str, HostCopy] = field(default_factory=dict)
 
+    @property
+    def sampled(self) -> list[Seq]:
+        return [chunk.seq for chunk in self.samples]
+
     def tokens(self) -> list[int]:
-        return [int(t) for t in self.copies["tokens"].result()[: len(self.sampled)]]
+        return [int(t) for t in self.copies["tokens"].result()[: len(self.samples)]]
 
     def array(self, name: str) -> np.ndarray:
-        return self.copies[name].result()[: len(self.sampled)]
+        return self.copies[name].result()[: len(self.samples)]
 
 
 @dataclass
@@ -146,34 +152,42 @@ class Runner:
         return self._programs[key]
 
     def step(self, chunks: Sequence[Chunk]) -> StepResult:
-        """Enqueues one step and returns without waiting for it.
+        """Enqueues one step and returns without waiting for it."""
+        step = self.forward(chunks)
+        self.sample(step)
+        return step
+
+    def forward(self, chunks: Sequence[Chunk]) -> StepResult:
+        """Enqueues the first half of a step.
 
         A token that the host does not know yet (its sequence sampled it in the step before) is read on the device.
         """
         shape = self.shape.batch_shape(sum(c.stop - c.start for c in chunks))
         arguments = (self.params, self._packed(shape, chunks), self._cache, {"last_tokens": self._state["last_tokens"]})
-        result = StepResult([], {})
+        step = StepResult([c for c in chunks if c.samples], shape.rows)
         if any(c.seq.scoring for c in chunks):
-            rows, hidden, self._cache = self.forward_program(shape, forward_all)(*arguments)
-            self._score(result, chunks, hidden, shape.tokens)
+            step.rows, hidden, self._cache = self.forward_program(shape, forward_all)(*arguments)
+            self._score(step, chunks, hidden, shape.tokens)
         else:
-            rows, self._cache = self.forward_program(shape)(*arguments)
-        sampled = [c for c in chunks if c.samples]
-        if not sampled:
-            return result
-        for chunk in sampled:
-            if chunk.seq.params.shapes_logits and not chunk.seq.slot_loaded:
-                row = chunk.seq.slot_state(self.config.vocab_size)
-                self._state = self.load_program(row)(self._state, np.int32(chunk.seq.slot), row)
-                chunk.seq.slot_loaded = True
-        packed = self._sampler_rows(shape.rows, sampled)
-        out, self._state = self.sample_program(shape.rows)(self._sampler_params, rows, packed, self._state)
+            step.rows, self._cache = self.forward_program(shape)(*arguments)
+        return step
+
+    def sample(self, step: StepResult) -> None:
+        """Enqueues the second half: the next token of each sequence whose last known token the step computes."""
+        if not step.samples:
+            return
+        for seq in step.sampled:
+            if seq.params.shapes_logits and not seq.slot_loaded:
+                row = seq.slot_state(self.config.vocab_size)
+                self._state = self.load_program(row)(self._state, np.int32(seq.slot), row)
+                seq.slot_loaded = True
+        packed = self._sampler_rows(step.num_rows, step.samples)
+        out, self._state = self.sample_program(step.num_rows)(self._sampler_params, step.rows, packed, self._state)
+        step.rows = None
         wanted = ["tokens"]
-        if any(c.seq.params.logprobs is not None for c in sampled):
+        if any(seq.params.logprobs is not None for seq in step.sampled):
             wanted += ["logprob", "rank", "top_logprobs", "top_ids"]
-        result.sampled = [c.seq for c in sampled]
-        result.copies = {name: self.backend.get_async(out[name]) for name in wanted}
-        return result
+        step.copies = {name: self.backend.get_async(out[name]) for name in wanted}
 
     def _score(self, result: StepResult, chunks: Sequence[Chunk], hidden: Any, tokens: int) -> None:
         """Enqueues the scores of the prompt tokens that follow the rows of this step."""
