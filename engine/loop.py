@@ -84,8 +84,10 @@ def _retire(result: StepResult) -> Iterator[Event]:
     for row, (seq, token) in enumerate(zip(result.sampled, tokens, strict=True)):
         if seq.finished:  # it ended at the token before; this one is of no use
             continue
-        count = seq.params.logprobs
-        text = seq.accept(token, None if count is None else _logprobs(seq, token, tables, row, count))
+        if "mu" in tables:
+            seq.mu = float(tables["mu"][row])
+        count = seq.params.logprobs or 0
+        text = seq.accept(token, _logprobs(seq, token, tables, row, count) if seq.wants_logprobs else None)
         yield Event(seq, token, text)
 
 
@@ -107,4 +109,7 @@ def _logprobs(seq: Sequence, token: int, tables: dict[str, np.ndarray], row: int
     best = zip(tables["top_ids"][row][:count], tables["top_logprobs"][row][:count], strict=True)
     for rank, (other, logprob) in enumerate(best, start=1):
         found.setdefault(int(other), Logprob(float(logprob), rank, text(int(other))))
+    if "wanted_logprobs" in tables:
+        for other, logprob in zip(seq.params.logprob_token_ids or (), tables["wanted_logprobs"][row], strict=False):
+            found.setdefault(other, Logprob(float(logprob), None, text(other)))
     return found

@@ -10,10 +10,11 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of a token under the model's own distribution, its rank (1 is the most likely), and its text."""
+    """Log-probability of a token under the model's own distribution, its rank (1 is the most likely; None for ids that
+    were asked for by name), and its text."""
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -12,19 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferax.engine.backend import Backend, Executable, HostCopy, avals
-from inferax.engine.programs import (
-    ROW_FLOATS,
-    ROW_INTS,
-    ROW_WIDTH,
-    EngineShape,
+from inferax.engine.programs import EngineShape, forward, forward_all, sampler_params, score
+from inferax.engine.sampler import (
+    POSITION,
+    ROW_SIZE,
+    SLOT,
+    LogitsProcessor,
+    empty_rows,
     empty_state,
-    float_bits,
-    forward,
-    forward_all,
     load_slot,
     sample_step,
-    sampler_params,
-    score,
 )
 from inferax.engine.scheduler import Chunk
 from inferax.engine.sequence import Sequence as Seq
@@ -32,6 +29,7 @@ from inferax.models.config import ModelConfig
 from inferax.models.decoder import Params
 from inferax.ops.batch import BatchShape
 from inferax.ops.cache import cache_shape
+from inferax.ops.sampler_rows import words_for
 
 
 @dataclass
@@ -61,7 +59,7 @@ class StepResult:
 class Runner:
     """Runs chunks of sequences through the two programs of a step. Programs are built when first needed.
 
-    cache_dtype: dtype of the KV cache.
+    cache_dtype: dtype of the KV cache. processors: what requests may name in `SamplingParams.logits_processors`.
     """
 
     config: ModelConfig
@@ -69,6 +67,7 @@ class Runner:
     backend: Backend
     params: Params
     cache_dtype: Any
+    processors: tuple[LogitsProcessor, ...] = ()
     _cache: Any = field(init=False)
     _state: Any = field(init=False)
     _sampler_params: Any = field(init=False)
@@ -88,9 +87,10 @@ class Runner:
 
         def zeros() -> Any:
             cache = tuple(jnp.zeros(shape, self.cache_dtype) for shape in shapes)
-            return cache, empty_state(s.max_seqs, c.vocab_size)
+            return cache, empty_state(s.max_seqs, c.vocab_size, s.context, self.processors)
 
-        name = f"empty cache({shapes}, {jnp.dtype(self.cache_dtype).name}, {s.max_seqs}, {c.vocab_size})"
+        cache = f"{shapes}, {jnp.dtype(self.cache_dtype).name}"
+        name = f"empty cache({cache}, {s.max_seqs}, {c.vocab_size}, {s.context}, {self._processor_key})"
         self._cache, self._state = self._program("empty", lambda: self.backend.compile(zeros, name=name))()
 
     def score_program(self, tokens: int) -> Executable:
@@ -122,18 +122,19 @@ class Runner:
     def sample_program(self, rows: int) -> Executable:
         """The sampling program for a bucket of rows."""
         hidden = jax.ShapeDtypeStruct((rows, self.config.width), jnp.float32)
-        packed = jax.ShapeDtypeStruct((rows, ROW_WIDTH), jnp.int32)
+        packed = jax.ShapeDtypeStruct((rows, ROW_SIZE), jnp.int32)
+        masks = jax.ShapeDtypeStruct((rows, words_for(self.config.vocab_size)), jnp.uint32)
         return self._program(
             ("sample", rows),
             lambda: self.backend.compile(
-                partial(sample_step, self.config),
-                *(avals(self._sampler_params), hidden, packed, avals(self._state)),
-                donate=(3,),
-                name=f"sample({self.config}, {rows})",
+                partial(sample_step, self.config, self.processors),
+                *(avals(self._sampler_params), hidden, packed, masks, avals(self._state)),
+                donate=(4,),
+                name=f"sample({self.config}, {rows}, {self._processor_key})",
             ),
         )
 
-    def load_program(self, row: dict[str, np.ndarray]) -> Executable:
+    def load_program(self, row: dict[str, Any]) -> Executable:
         """The program that writes one slot of the sampler's state."""
         state = avals(self._state)
         return self._program(
@@ -145,6 +146,15 @@ class Runner:
                 name=f"load slot({self.shape.max_seqs}, {self.config.vocab_size})",
             ),
         )
+
+    @cached_property
+    def _processor_key(self) -> str:
+        return "/".join(f"{p.name}:{p.digest(self.config.vocab_size, self.shape.context)}" for p in self.processors)
+
+    def _no_masks(self, rows: int) -> Any:
+        """Masks for steps without a grammar, made once for each bucket."""
+        shape = (rows, words_for(self.config.vocab_size))
+        return self._program(("no masks", rows), lambda: self.backend.put(np.zeros(shape, np.uint32)))
 
     def _program(self, key: Any, build: Any) -> Executable:
         if key not in self._programs:
@@ -177,16 +187,22 @@ class Runner:
         if not step.samples:
             return
         for seq in step.sampled:
-            if seq.params.shapes_logits and not seq.slot_loaded:
-                row = seq.slot_state(self.config.vocab_size)
+            if seq.params.needs_slot and not seq.slot_loaded:
+                row = seq.slot_state(self.config.vocab_size, self.shape.context, self.processors)
                 self._state = self.load_program(row)(self._state, np.int32(seq.slot), row)
                 seq.slot_loaded = True
         packed = self._sampler_rows(step.num_rows, step.samples)
-        out, self._state = self.sample_program(step.num_rows)(self._sampler_params, step.rows, packed, self._state)
+        masks = self._masks(step)
+        program = self.sample_program(step.num_rows)
+        out, self._state = program(self._sampler_params, step.rows, packed, masks, self._state)
         step.rows = None
         wanted = ["tokens"]
-        if any(seq.params.logprobs is not None for seq in step.sampled):
+        if any(seq.wants_logprobs for seq in step.sampled):
             wanted += ["logprob", "rank", "top_logprobs", "top_ids"]
+        if any(seq.params.logprob_token_ids for seq in step.sampled):
+            wanted.append("wanted_logprobs")
+        if any(seq.params.mirostat_mode for seq in step.sampled):
+            wanted.append("mu")
         step.copies = {name: self.backend.get_async(out[name]) for name in wanted}
 
     def _score(self, result: StepResult, chunks: Sequence[Chunk], hidden: Any, tokens: int) -> None:
@@ -235,13 +251,23 @@ class Runner:
         return views["packed"][0]
 
     def _sampler_rows(self, rows: int, sampled: Sequence[Chunk]) -> np.ndarray:
-        packed = np.zeros((rows, ROW_WIDTH), np.int32)
-        packed[:, ROW_INTS.index("slot")] = self.shape.max_seqs
-        packed[:, ROW_INTS.index("logprobs")] = -1
-        for name in ("top_p", "repetition_penalty"):
-            packed[:, len(ROW_INTS) + ROW_FLOATS.index(name)] = float_bits(1.0)
+        packed = self._empty_rows[:rows].copy()
         for row, chunk in zip(packed, sampled, strict=False):
-            row[0] = chunk.seq.slot
-            row[1:] = chunk.seq.sampler_row
-            row[ROW_INTS.index("position")] = chunk.stop
+            row[:] = chunk.seq.sampler_row
+            row[SLOT], row[POSITION] = chunk.seq.slot, chunk.stop
         return packed
+
+    @cached_property
+    def _empty_rows(self) -> np.ndarray:
+        rows = empty_rows(self.shape.row_ladder[-1])
+        rows[:, SLOT] = self.shape.max_seqs
+        return rows
+
+    def _masks(self, step: StepResult) -> Any:
+        if all(seq.grammar is None for seq in step.sampled):
+            return self._no_masks(step.num_rows)
+        masks = np.zeros((step.num_rows, words_for(self.config.vocab_size)), np.uint32)
+        for row, seq in zip(masks, step.sampled, strict=False):
+            if seq.grammar is not None:
+                seq.grammar.fill_mask(row.view(np.int32))
+        return masks

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from inferax.engine.outputs import CompletionOutput, Logprob
 from inferax.engine.params import SamplingParams
-from inferax.engine.programs import ROW_FLOATS, ROW_INTS, ROW_WIDTH, float_bits
+from inferax.engine.sampler import LogitsProcessor, pack_request, slot_state
 
 
 class TextSink(Protocol):
@@ -20,6 +20,16 @@ class TextSink(Protocol):
     def add(self, token: int, /) -> str: ...
 
     def flush(self) -> str: ...
+
+
+class Matcher(Protocol):
+    """Where a sequence stands in its grammar."""
+
+    def fill_mask(self, row: np.ndarray, /) -> None:
+        """Writes a bit for each token that may come next: int32 [ceil(V / 32)]."""
+        ...
+
+    def accept(self, token: int, /) -> None: ...
 
 
 @dataclass(eq=False)
@@ -38,6 +48,10 @@ class Sequence:
     priority: int = 0
     salt: bytes = b""
     sibling: Sequence | None = None
+    grammar: Matcher | None = None
+    bad_words: SequenceType[SequenceType[int]] = ()
+    breaks: SequenceType[int] = ()
+    processors: SequenceType[str] = ()
 
     tokens: list[int] = field(init=False)
     computed: int = field(init=False, default=0)
@@ -55,34 +69,25 @@ class Sequence:
     output: CompletionOutput = field(init=False)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False, default=None)
     sampler_row: np.ndarray = field(init=False)
+    mu: float | None = field(init=False, default=None)  # mirostat's, after the last token
     _held: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        logprobs: list[dict[int, Logprob]] | None = [] if self.params.logprobs is not None else None
+        logprobs: list[dict[int, Logprob]] | None = [] if self.wants_logprobs else None
         self.output = CompletionOutput(
             self.index, "", [], 0.0 if logprobs is not None else None, logprobs, seed=self.seed
         )
-        p = self.params
-        if p.prompt_logprobs is not None and self.index == 0:
+        if self.params.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None]
-        row = np.zeros(ROW_WIDTH, np.int32)
-        seed = self.seed % 2**64
-        words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
-        ints = {
-            "slot": 0,
-            "top_k": max(p.top_k, 0),
-            "sample_index": self.index,
-            "position": 0,
-            "seed_low": words[0],
-            "seed_high": words[1],
-            "logprobs": -1 if p.logprobs is None else p.logprobs,
-            "shaped": int(p.shapes_logits),
-            "may_end": self.prompt_len + p.min_tokens,
-        }
-        row[: len(ROW_INTS)] = [ints[name] for name in ROW_INTS]
-        row[len(ROW_INTS) :] = [float_bits(getattr(p, name)) for name in ROW_FLOATS]
-        self.sampler_row = row[1:]
+        self.sampler_row = pack_request(
+            self.params,
+            seed=self.seed,
+            index=self.index,
+            prompt_len=self.prompt_len,
+            has_grammar=self.grammar is not None,
+            processors=self.processors,
+        )
 
     @property
     def prompt_len(self) -> int:
@@ -92,6 +97,10 @@ class Sequence:
     def known(self) -> int:
         """Tokens known to the host or the device."""
         return len(self.tokens) + self.pending
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.params.logprobs is not None or bool(self.params.logprob_token_ids)
 
     @property
     def scoring(self) -> bool:
@@ -112,25 +121,27 @@ class Sequence:
         """Whether as many tokens are sampled or on their way as the request may have."""
         return self.known - self.prompt_len >= self.max_tokens
 
-    def slot_state(self, vocab_size: int) -> dict[str, np.ndarray]:
-        """What the sampler must know of a request that shapes its logits; from token ids alone."""
-        p = self.params
-        bias = np.zeros(vocab_size, np.float32)
-        if p.allowed_token_ids is not None:
-            bias[:] = -np.inf
-            bias[list(p.allowed_token_ids)] = 0
-        for token, value in (p.logit_bias or {}).items():
-            bias[token] += value
-        in_prompt, ends = np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.bool_)
-        in_prompt[list(self.prompt)] = True
-        ends[list({*self.eos_ids, *(p.stop_token_ids or ())})] = True
-        counts = np.bincount(self.tokens[self.prompt_len :], minlength=vocab_size).astype(np.int16)
-        return {"bias": bias, "in_prompt": in_prompt, "ends": ends, "counts": counts}
+    def slot_state(self, vocab_size: int, context: int, processors: SequenceType[LogitsProcessor]) -> dict[str, Any]:
+        """What the sampler must know of the request, besides its row."""
+        return slot_state(
+            self.params,
+            self.tokens,
+            self.prompt_len,
+            vocab_size=vocab_size,
+            context=context,
+            ends=[*self.eos_ids, *(self.params.stop_token_ids or ())],
+            breaks=self.breaks,
+            bad_words=self.bad_words,
+            mu=self.mu,
+            processors=processors,
+        )
 
     def accept(self, token: int, logprobs: dict[int, Logprob] | None = None) -> str:
         """Takes a sampled token, ends the sequence where a stop condition holds, and returns the text that is new."""
         self.pending -= 1
         self.tokens.append(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
         out = self.output
         out.token_ids.append(token)
         if logprobs is not None and out.logprobs is not None and out.cumulative_logprob is not None:

@@ -29,9 +29,12 @@ def threefry2x32(
 
 
 def uniform_pair(
-    seed: UInt32[Array, "R 2"], sample_index: UInt32[Array, " R"], position: UInt32[Array, " R"]
+    seed: UInt32[Array, "R 2"], sample_index: UInt32[Array, " R"], position: UInt32[Array, " R"], stream: int = 0
 ) -> tuple[Float32[Array, " R"], Float32[Array, " R"]]:
-    """Two independent float32 in [0, 1) per row, multiples of 2**-24."""
-    words = threefry2x32((seed[:, 0], seed[:, 1]), (sample_index, position))
+    """Two independent float32 in [0, 1) per row, multiples of 2**-24. Streams (below 16) are independent too.
+
+    The key is the seed, the counter (sample_index xor stream << 28, position); so n is less than 2**28.
+    """
+    words = threefry2x32((seed[:, 0], seed[:, 1]), (sample_index ^ jnp.uint32(stream << 28), position))
     first, second = ((w >> 8).astype(jnp.float32) * jnp.float32(2.0**-24) for w in words)
     return first, second

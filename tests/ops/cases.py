@@ -29,7 +29,8 @@ from inferax.ops import attention, linear, logprobs, norm, rotary, sample
 from inferax.ops.attention import AttentionSpec
 from inferax.ops.norm import Norm
 from inferax.ops.rotary import RotarySpec
-from inferax.ops.sample import SamplerRows
+from inferax.ops.sampler_rows import SamplerRows
+from inferax.ops.sampler_rows import sampler_rows as make_rows
 from tests.ops import oracles
 from tests.ops.batches import paged
 from tests.ops.suite import Case, collect
@@ -383,27 +384,21 @@ def attention_cases() -> Iterator[Case]:
 
 def sampler_rows(rows: int, *, drawn_from: int = 0, **values: Any) -> SamplerRows:
     """Rows with seeds of their own; `values` are scalars or lists of one value per row."""
-    rng = np.random.default_rng(drawn_from)
-
-    def column(name: str, default: float, dtype: Any) -> jax.Array:
-        return jnp.asarray(np.broadcast_to(np.asarray(values.get(name, default), dtype), (rows,)))
-
-    words = rng.integers(0, 2**32, (rows, 2), dtype=np.uint32)
-    return SamplerRows(
-        temperature=column("temperature", 1.0, np.float32),
-        top_k=column("top_k", 0, np.int32),
-        top_p=column("top_p", 1.0, np.float32),
-        min_p=column("min_p", 0.0, np.float32),
-        seed=jnp.asarray(values.get("seed", words)),
-        sample_index=column("sample_index", 0, np.uint32),
-        position=column("position", 17, np.uint32),
-    )
+    seeds = np.random.default_rng(drawn_from).integers(0, 2**63, rows)
+    return make_rows(rows, **{"seed": [int(s) for s in seeds], "position": 17} | values)
 
 
 def sample_cases() -> Iterator[Case]:
     def case(name: str, logits: jax.Array, rows: SamplerRows, **more: Any) -> Case:
         return Case(
-            sample._sample, name, (logits, rows), {}, oracles.sample, sample.sample, vmaps=((0, 1), (0,)), **more
+            sample._sample,
+            name,
+            (logits, rows, None),
+            {},
+            oracles.sample,
+            lambda x, r, _: sample._sample(x, r, None),
+            vmaps=((0, 1), (0,)),
+            **more,
         )
 
     d = Draw(6)

@@ -16,7 +16,7 @@ from inferax.ops.batch import Batch
 from inferax.ops.norm import Norm
 from inferax.ops.packed import PackedWeight
 from inferax.ops.rotary import RotarySpec
-from inferax.ops.sample import SamplerRows
+from inferax.ops.sampler_rows import SamplerRows
 from tests.ops.weights import values_of
 
 
@@ -217,24 +217,25 @@ def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: floa
     return weights / weights.sum()
 
 
-def sample(logits: np.ndarray, rows: SamplerRows) -> np.ndarray:
+def sample(logits: np.ndarray, rows: SamplerRows, memory: None) -> tuple[np.ndarray, np.ndarray]:
     """One uniform picks a block of 256 tokens, a second a token in it."""
     tokens = []
+    names = ("temperature", "top_k", "top_p", "min_p", "seed_low", "seed_high", "sample_index", "position")
+    of = {name: np.asarray(rows[name]) for name in names}
     for i, row in enumerate(logits):
-        if rows.temperature[i] == 0:
+        if of["temperature"][i] == 0:
             tokens.append(int(np.argmax(row)))
             continue
-        p = distribution(row, rows.temperature[i], int(rows.top_k[i]), rows.top_p[i], rows.min_p[i])
-        words = threefry2x32(
-            (int(rows.seed[i, 0]), int(rows.seed[i, 1])), (int(rows.sample_index[i]), int(rows.position[i]))
-        )
+        p = distribution(row, of["temperature"][i], int(of["top_k"][i]), of["top_p"][i], of["min_p"][i])
+        seed = (int(of["seed_low"][i]) % 2**32, int(of["seed_high"][i]) % 2**32)
+        words = threefry2x32(seed, (int(of["sample_index"][i]), int(of["position"][i])))
         first, second = ((w >> 8) / 2**24 for w in words)
         blocks = [p[at : at + 256] for at in range(0, len(p), 256)]
         mass = np.cumsum([b.sum() for b in blocks])
         block = int(np.argmax(mass > first * mass[-1]))
         inside = np.cumsum(blocks[block])
         tokens.append(block * 256 + int(np.argmax(inside > second * inside[-1])))
-    return np.asarray(tokens, np.int32)
+    return np.asarray(tokens, np.int32), np.zeros(len(tokens), np.float32)
 
 
 BFLOAT16 = ml_dtypes.bfloat16

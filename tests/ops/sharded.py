@@ -123,7 +123,8 @@ def programs(use: Callable[[Op[..., Any]], Op[..., Any]]) -> Iterator[Sharded]:
     smp = use(sample._sample)
     yield Sharded(
         "sample-rows", sample._sample, smp, smp,
-        (d.normal(8, 777), sampler_rows(8, temperature=[0, 1] * 4, top_p=0.9)), (rows, rows), rows, 0, (),
+        (d.normal(8, 777), sampler_rows(8, temperature=[0, 1] * 4, top_p=0.9), None), (rows, rows, rows), (rows, rows),
+        0, (),
     )  # fmt: skip
 
     att = use(attention._attention)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from inferax.ops import sample as module
-from inferax.ops.sample import SamplerRows, sample
+from inferax.ops.sample import sample
+from inferax.ops.sampler_rows import SamplerRows
 from tests.ops import oracles
 from tests.ops.cases import sampler_rows
 from tests.ops.suite import quick_jit
@@ -24,7 +25,7 @@ def logits_of(seed: int, scale: float = 2.0) -> np.ndarray:
 
 def draws(logits: np.ndarray, count: int, seed: int = 0, **values: Any) -> np.ndarray:
     """`count` draws from one row of logits, at positions 0, 1, …"""
-    rows = sampler_rows(count, **{"seed": np.full((count, 2), seed, np.uint32), "position": np.arange(count)} | values)
+    rows = sampler_rows(count, **{"seed": seed, "position": np.arange(count)} | values)
     return np.asarray(sample(jnp.broadcast_to(jnp.asarray(logits), (count, len(logits))), rows))
 
 
@@ -149,7 +150,9 @@ def test_no_uniform_picks_a_token_without_mass(last: bool, monkeypatch: pytest.M
 
     for first in (0.0, 0.5, 1 - 2**-24):
         monkeypatch.setattr(module, "uniform_pair", lambda *_, f=first: (jnp.full(count, f, jnp.float32), uniforms))
-        got = quick_jit(lambda x: module.sample_reference(x, sampler_rows(count)))(jnp.broadcast_to(logits, (count, V)))
+        got = quick_jit(lambda x: module.sample_reference(x, sampler_rows(count), None)[0])(
+            jnp.broadcast_to(logits, (count, V))
+        )
         assert np.all(np.isfinite(logits[np.asarray(got)]))
 
 
