@@ -39,9 +39,10 @@ def _penalties(scores: Scores, rows: SamplerRows, memory: SamplerMemory | None) 
 
     counts, seen = jax.lax.cond(jnp.all(own), lambda: (counts, seen), windowed)
     repetition = rows["repetition_penalty"][:, None]
-    out: Array = jnp.where(seen, jnp.where(scores > 0, scores / repetition, scores * repetition), scores)
+    out = jnp.where(seen, jnp.where(scores > 0, scores / repetition, scores * repetition), scores)
     out = out - rows["frequency_penalty"][:, None] * counts.astype(jnp.float32)
-    return out - rows["presence_penalty"][:, None] * (counts > 0)
+    penalized: Array = out - rows["presence_penalty"][:, None] * (counts > 0)
+    return penalized
 
 
 def _window(rows: SamplerRows, memory: SamplerMemory, length: str) -> tuple[Int32[Array, "R C"], Bool[Array, "R C"]]:
@@ -54,7 +55,7 @@ def _window(rows: SamplerRows, memory: SamplerMemory, length: str) -> tuple[Int3
 
 def _dry(scores: Scores, rows: SamplerRows, memory: SamplerMemory | None) -> Scores:
     """DRY as in llama.cpp: a token that would go on with a repetition of `length` tokens loses
-    multiplier * base ** (length - allowed_length)."""
+    multiplier * base ** (length - allowed_length). Breakers themselves lose nothing."""
     if memory is None:
         return scores
     history, used = _window(rows, memory, "dry_penalty_last_n")
@@ -85,7 +86,9 @@ def _dry(scores: Scores, rows: SamplerRows, memory: SamplerMemory | None) -> Sco
     most = jnp.where(base > 1.000001, jnp.floor(_LARGEST_EXPONENT / jnp.log(jnp.maximum(base, 1.000002))), 0.0)
     exponent = (longest - allowed).astype(jnp.float32)
     exponent = jnp.where(most > 0, jnp.minimum(exponent, most), exponent)
-    return jnp.where(longest > 0, scores - rows["dry_multiplier"][:, None] * jnp.power(base, exponent), scores)
+    return jnp.where(
+        (longest > 0) & ~breaks, scores - rows["dry_multiplier"][:, None] * jnp.power(base, exponent), scores
+    )
 
 
 def _top_n_sigma(scores: Scores, rows: SamplerRows, memory: SamplerMemory | None) -> Scores:
@@ -161,7 +164,7 @@ def _xtc(scores: Scores, rows: SamplerRows, memory: SamplerMemory | None) -> Sco
     return jnp.where(above & (p > least) & chosen[:, None], -jnp.inf, scores)
 
 
-_CHAIN: dict[str, Stage] = {
+_STAGES: dict[str, Stage] = {
     "penalties": _penalties, "dry": _dry, "top_n_sigma": _top_n_sigma, "temperature": _temperature,
     "typical_p": _typical_p, "min_p": _min_p, "top_k": _top_k, "top_p": _top_p, "xtc": _xtc,
 }  # fmt: skip
@@ -262,28 +265,41 @@ def _mirostat(
     return tokens, mu - rows["mirostat_eta"] * (surprise - rows["mirostat_tau"])
 
 
+def filtered_scores(
+    logits: Float32[Array, "R V"], rows: SamplerRows, memory: SamplerMemory | None = None
+) -> Float32[Array, "R V"]:
+    """The scores that a token is drawn from: exp of them is its share, up to a factor; -inf is a removed token."""
+    return _chain(logits.astype(jnp.float32), rows, memory, _active(rows))
+
+
+def _chain(logits: Scores, rows: SamplerRows, memory: SamplerMemory | None, active: Bool[Array, "R N"]) -> Scores:
+    order = jnp.stack([rows[f"stage_{i}"] for i in range(len(STAGES))], axis=1)  # [R, N]
+    # [N, R, N]: in which place which row takes which stage.
+    takes = (order.T[:, :, None] == jnp.arange(len(STAGES), dtype=jnp.int32)) & active[None]
+
+    def place(i: Array, scores: Array) -> Array:
+        for number, name in enumerate(STAGES):
+            mine = takes[i, :, number]
+
+            def apply(scores: Array, name: str = name, mine: Array = mine) -> Array:
+                return jnp.where(mine[:, None], _STAGES[name](scores, rows, memory), scores)
+
+            scores = jax.lax.cond(jnp.any(mine), apply, lambda s: s, scores)
+        return scores
+
+    scores: Array = jax.lax.fori_loop(0, len(STAGES), place, logits)
+    return scores
+
+
 def sample_reference(
     logits: Float32[Array, "R V"], rows: SamplerRows, memory: SamplerMemory | None
 ) -> tuple[Int32[Array, " R"], Float32[Array, " R"]]:
     logits = logits.astype(jnp.float32)
     mu = jnp.zeros(logits.shape[0], jnp.float32) if memory is None else memory.mu[rows["slot"]]
     active = _active(rows)
-    order = jnp.stack([rows[f"stage_{i}"] for i in range(len(STAGES))], axis=1)  # [R, N]
-    # [N, R, N]: in which place which row takes which stage.
-    takes = (order.T[:, :, None] == jnp.arange(len(STAGES), dtype=jnp.int32)) & active[None]
 
-    def chain() -> tuple[Array, Array]:
-        def place(i: Array, scores: Array) -> Array:
-            for number, name in enumerate(STAGES):
-                mine = takes[i, :, number]
-
-                def apply(scores: Array, name: str = name, mine: Array = mine) -> Array:
-                    return jnp.where(mine[:, None], _CHAIN[name](scores, rows, memory), scores)
-
-                scores = jax.lax.cond(jnp.any(mine), apply, lambda s: s, scores)
-            return scores
-
-        scores = jax.lax.fori_loop(0, len(STAGES), place, logits)
+    def chosen() -> tuple[Array, Array]:
+        scores = _chain(logits, rows, memory, active)
         greedy = jnp.argmax(scores, axis=1).astype(jnp.int32)
         drawn, steered = rows["temperature"] > 0, rows["mirostat_tau"] > 0
 
@@ -297,10 +313,10 @@ def sample_reference(
         tokens, moved = jax.lax.cond(jnp.any(drawn), draw, lambda: (greedy, mu))
         return jnp.where(drawn, tokens, greedy), moved
 
-    def plain() -> tuple[Array, Array]:
+    def best() -> tuple[Array, Array]:
         return jnp.argmax(logits, axis=1).astype(jnp.int32), mu
 
-    found: tuple[Array, Array] = jax.lax.cond(jnp.any(active), chain, plain)
+    found: tuple[Array, Array] = jax.lax.cond(jnp.any(active), chosen, best)
     return found
 
 

@@ -100,9 +100,9 @@ def pack_row(**values: Any) -> np.ndarray:
 
 
 def sampler_rows(count: int, **values: Any) -> SamplerRows:
-    """Rows for research: each value is one for all rows, or a list of one for each.
+    """Rows for research: each value is one for all rows, or a list or array of one for each row.
 
-    Names and neutral values are those of `INTS` and `FLOATS`, besides "seed" (an int) and "samplers".
+    Names and neutral values are those of `INTS` and `FLOATS`; besides "seed" (an int), "samplers" (a tuple of stages).
     """
     rows = []
     for i in range(count):
