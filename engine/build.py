@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from inferax.engine.loop import scheduler_for
 from inferax.engine.memory import available_memory
 from inferax.engine.programs import EngineShape
 from inferax.engine.runner import Runner
+from inferax.engine.sampler import LogitsProcessor
 from inferax.engine.scheduler import Policy, Scheduler
 from inferax.errors import RequestError
 from inferax.loaders.cache import cache_folder
@@ -49,6 +50,7 @@ def build_engine(
     scheduling_policy: Policy = "fcfs",
     enable_prefix_caching: bool = True,
     progress: bool = False,
+    logits_processors: Sequence[LogitsProcessor] = (),
     backend: Backend | None = None,
     on_compile: Callable[[str], object] | None = None,
 ) -> Engine:
@@ -72,7 +74,13 @@ def build_engine(
         shape.num_pages[0] * _PAGE_SIZE,
     )
     scheduler = scheduler_for(shape, config.windows, policy=scheduling_policy, caching=enable_prefix_caching)
-    return Engine(loaded, config, Runner(config, shape, backend, loaded.params, cache_dtype), scheduler, longest)
+    return Engine(
+        loaded,
+        config,
+        Runner(config, shape, backend, loaded.params, cache_dtype, tuple(logits_processors)),
+        scheduler,
+        longest,
+    )
 
 
 def _shape(

@@ -15,6 +15,7 @@ from inferax.engine.outputs import RequestMetrics, RequestOutput
 from inferax.engine.params import SamplingParams
 from inferax.engine.requests import Messages, Prompt, Rendered, Requests
 from inferax.engine.runner import Runner
+from inferax.engine.sampler import LogitsProcessor
 from inferax.engine.scheduler import Policy
 from inferax.engine.sequence import Sequence as Seq
 from inferax.errors import RequestError
@@ -35,6 +36,7 @@ class LLM:
     scheduling_policy: "fcfs", "priority" or "lpm" (longest cached prefix first).
     enable_prefix_caching: whether prompts reuse the pages of earlier ones with the same beginning.
     seed: makes the seeds of requests without one reproducible.
+    logits_processors: what requests may name in `SamplingParams.logits_processors`; compiled into the sampler.
     progress: bars on stderr while fetching, loading and compiling.
     Raises LoadError or SourceError for a model that cannot be loaded, RequestError for an impossible size.
     """
@@ -54,6 +56,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int | None = None,
         progress: bool = False,
+        logits_processors: Sequence[LogitsProcessor] = (),
         backend: Backend | None = None,
     ) -> None:
         self._progress = progress
@@ -69,13 +72,14 @@ class LLM:
             scheduling_policy=scheduling_policy,
             enable_prefix_caching=enable_prefix_caching,
             progress=progress,
+            logits_processors=logits_processors,
             backend=backend,
             on_compile=self._announce,
         )
         self.model, self.config, self.max_model_len = engine.model, engine.config, engine.max_model_len
         self.tokenizer = self.model.tokenizer
         self._runner, self._scheduler = engine.runner, engine.scheduler
-        self._requests = Requests(self.model, self.max_model_len, seed)
+        self._requests = Requests(self.model, self.max_model_len, seed, self._runner.processors)
         self._count = 0
 
     @property

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from inferax.engine.outputs import RequestOutput
 from inferax.engine.params import SamplingParams
+from inferax.engine.sampler import LogitsProcessor
 from inferax.engine.sequence import Sequence as Seq
+from inferax.engine.vocabulary import Breakers, bad_word_ids, check_processors
 from inferax.errors import RequestError
 from inferax.loaders.detokenizer import Detokenizer
 from inferax.loaders.model import Model
@@ -24,11 +27,20 @@ class Requests:
     """Makes the sequences of requests to one model.
 
     max_model_len: tokens of prompt and answer at most. seed: makes the seeds of requests without one reproducible.
+    processors: the runner's.
     """
 
-    def __init__(self, model: Model, max_model_len: int, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        max_model_len: int,
+        seed: int | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
         self._model, self._config, self._tokenizer = model, model.config, model.tokenizer
         self._max_model_len = max_model_len
+        self._processors = processors
+        self._breakers = Breakers(model.tokenizer)
         self._seeds = np.random.default_rng(seed)
 
     def render(self, messages: Messages, **kwargs: Any) -> Rendered:
@@ -86,6 +98,10 @@ class Requests:
             for token in named:
                 if token >= self._config.vocab_size:
                     raise RequestError(field, f"{token} is not in [0, {self._config.vocab_size})")
+        if p.logits_processors:
+            p = replace(p, logits_processors=check_processors(p.logits_processors, self._processors))
+        bad_words = bad_word_ids(self._tokenizer, p.bad_words or ())
+        breaks = self._breakers.tokens(p.dry_sequence_breakers) if p.dry_multiplier else ()
         seed = int(self._seeds.integers(2**63)) if p.seed is None else p.seed
         # Where frequencies follow the prompt's length, its keys fit no prompt of another length.
         salt = f"{len(ids)}".encode() if any(r.length_dependent for r in self._config.rotaries) else b""
@@ -96,12 +112,15 @@ class Requests:
                 params=p,
                 seed=seed,
                 index=i,
-                max_tokens=min(room, p.max_tokens or room),
+                max_tokens=room if p.max_tokens is None else min(room, p.max_tokens),
                 eos_ids=frozenset(self._tokenizer.eos_ids),
                 detokenizer=self._detokenizer(p, ids),
                 token_text=self._tokenizer.token_text,
                 salt=salt,
                 priority=priority,
+                bad_words=bad_words,
+                breaks=breaks,
+                processors=[q.name for q in self._processors],
             )
             for i in range(p.n)
         ]

@@ -21,6 +21,7 @@ from inferax.engine.sampler import (
     empty_rows,
     empty_state,
     load_slot,
+    processors_key,
     sample_step,
 )
 from inferax.engine.scheduler import Chunk
@@ -149,7 +150,7 @@ class Runner:
 
     @cached_property
     def _processor_key(self) -> str:
-        return "/".join(f"{p.name}:{p.digest(self.config.vocab_size, self.shape.context)}" for p in self.processors)
+        return processors_key(self.processors, self.config.vocab_size, self.shape.context)
 
     def _no_masks(self, rows: int) -> Any:
         """Masks for steps without a grammar, made once for each bucket."""

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from inferax.engine.params import MAX_BIASED, MAX_LOGPROBS, MAX_WANTED, SamplingParams
+from inferax.errors import RequestError
 from inferax.models import decoder
 from inferax.models.config import ModelConfig
 from inferax.models.decoder import Params
@@ -58,21 +59,34 @@ class LogitsProcessor:
     function: Callable[[Array, Array, Array, Mapping[str, Array]], Array]
     parameters: Mapping[str, jax.ShapeDtypeStruct]
 
-    def digest(self, vocab_size: int, context: int) -> str:
-        """Identifies what the function computes, constants that it closes over included."""
+
+def processors_key(processors: Sequence[LogitsProcessor], vocab_size: int, context: int) -> str:
+    """Identifies what registered functions compute, constants that they close over included.
+
+    Raises RequestError for a function that cannot be traced, or a name that is registered twice.
+    """
+    if len({p.name for p in processors}) < len(processors):
+        raise RequestError("logits_processors", f"{[p.name for p in processors]} names one twice")
+    if len(processors) > _MAX_PROCESSORS:
+        raise RequestError("logits_processors", f"{len(processors)} are more than {_MAX_PROCESSORS}")
+    digest = hashlib.sha256()
+    for p in processors:
         shapes = (
             jax.ShapeDtypeStruct((vocab_size,), jnp.float32),
             jax.ShapeDtypeStruct((context,), jnp.int32),
             jax.ShapeDtypeStruct((), jnp.int32),
-            dict(self.parameters),
+            dict(p.parameters),
         )
-        traced, out = jax.make_jaxpr(self.function, return_shape=True)(*shapes)
-        if not isinstance(out, jax.ShapeDtypeStruct) or (out.shape, out.dtype) != ((vocab_size,), jnp.float32):
-            raise TypeError(f"logits processor {self.name!r} returns {out}, not float32 [{vocab_size}]")
-        digest = hashlib.sha256(str(traced.jaxpr).encode())
+        try:
+            traced, out = jax.make_jaxpr(p.function, return_shape=True)(*shapes)
+        except Exception as error:  # whatever a user's function raises
+            raise RequestError("logits_processors", f"{p.name!r} cannot be traced: {error}") from error
+        if (getattr(out, "shape", None), getattr(out, "dtype", None)) != ((vocab_size,), jnp.float32):
+            raise RequestError("logits_processors", f"{p.name!r} returns {out}, and not float32 [{vocab_size}]")
+        digest.update(f"{p.name} {traced.jaxpr}".encode())
         for constant in traced.consts:
             digest.update(np.asarray(constant).tobytes())
-        return digest.hexdigest()
+    return digest.hexdigest() if processors else ""
 
 
 def pack_request(

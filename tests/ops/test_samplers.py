@@ -29,7 +29,7 @@ STAGE_OF = {
 def memory_of(
     before: list[int], *, prompt: int = 0, breaks: list[int] | None = None, mu: float = 0.0, rows: int = 1
 ) -> SamplerMemory:
-    """The memory after these tokens, the first `prompt` of which are the prompt. A slot that no row reads is rubbish."""
+    """The memory after these tokens, the first `prompt` of which are the prompt; the last slot is rubbish."""
     history = np.full((rows + 1, 64), 77, np.int32)
     history[:rows, : len(before)] = before
     counts = np.full((rows + 1, V), 9, np.int16)
