@@ -36,6 +36,8 @@ from inferax.ops.norm import _norm as norm_op
 from inferax.ops.packed import PackedWeight
 from inferax.ops.rotary import RotarySpec, plain_frequencies, static_frequencies
 from inferax.ops.rotary import _rotary as rotary_op
+from inferax.ops.sample import _sample as sample_op
+from inferax.ops.sampler_rows import FLOATS, INTS, STAGES, SamplerMemory, SamplerRows
 
 # ggml's numbers of the types that are not blocks.
 _DENSE = {"float32": 0, "float16": 1, "bfloat16": 30}
@@ -333,6 +335,33 @@ def attention(
     return out, new_cache
 
 
+def sample(
+    logits: Array,
+    rows: SamplerRows,
+    memory: SamplerMemory | None,
+    *,
+    scores: bool = False,
+    threads: int = 0,
+    tier: int = -1,
+) -> Any:
+    """With `scores` the third result is what the stages make of the logits, as `filtered_scores` gives it."""
+    results = [jax.ShapeDtypeStruct((logits.shape[0],), jnp.int32), _f32((logits.shape[0],))]
+    if scores:
+        results.append(_f32(logits.shape))
+    seen = () if memory is None else (memory.history, memory.counts, memory.in_prompt, memory.breaks, memory.mu)
+    return tuple(
+        jax.ffi.ffi_call("inferax_sample_v1", results)(
+            *_floats(logits),
+            rows.packed,
+            *seen,
+            fields=",".join((*INTS, *FLOATS)),
+            stages=",".join(STAGES),
+            threads=np.int32(threads),
+            tier=np.int32(tier),
+        )
+    )
+
+
 if available() and register():
     norm_op.implement("cpu", norm)
     linear_op.implement("cpu", linear)
@@ -341,3 +370,4 @@ if available() and register():
     logprobs_op.implement("cpu", logprobs)
     rotary_op.implement("cpu", rotary)
     attention_op.implement("cpu", attention)
+    sample_op.implement("cpu", sample)

@@ -1,6 +1,8 @@
 // The XLA handlers. Operands come in the order that ops/cpu.py gives them; see there for the attributes.
 #pragma once
 
+#include <string_view>
+
 #include "handler.h"
 
 namespace inferax {
@@ -33,5 +35,8 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::ResultB
                      ffi::ResultBuffer<ffi::F32> partial, int64_t heads, int64_t kv_heads, int64_t width, int32_t has,
                      float q_eps, float k_eps, int32_t layer, int32_t interleaved, float scale, float softcap,
                      int64_t window, int32_t threads, int32_t tier);
+
+ffi::Error Sample(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view fields,
+                  std::string_view stages, int32_t threads, int32_t tier);
 
 }  // namespace inferax

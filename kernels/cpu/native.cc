@@ -119,6 +119,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kAttention, Attention,
                                   .Attr<int32_t>("threads")
                                   .Attr<int32_t>("tier"));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kSample, Sample,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<std::string_view>("fields")
+                                  .Attr<std::string_view>("stages")
+                                  .Attr<int32_t>("threads")
+                                  .Attr<int32_t>("tier"));
+
 template <typename T>
 nb::capsule Capsule(T* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -137,6 +147,7 @@ NB_MODULE(_native, m) {
     handlers["inferax_rotary_v1"] = inferax::Capsule(inferax::kRotary);
     handlers["inferax_logprobs_v1"] = inferax::Capsule(inferax::kLogProbs);
     handlers["inferax_attention_v1"] = inferax::Capsule(inferax::kAttention);
+    handlers["inferax_sample_v1"] = inferax::Capsule(inferax::kSample);
     return handlers;
   });
   m.def("tiers", inferax::TierNames);

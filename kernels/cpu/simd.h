@@ -119,6 +119,7 @@ BINARY(/)
   }
 COMPARE(<)
 COMPARE(>)
+COMPARE(>=)
 #undef COMPARE
 
 INLINE VI Bits(V x) {
@@ -140,6 +141,26 @@ INLINE VI SplatI(int32_t x) {
   VI r;
   EACH_PART r.p[i] = x - NI{};
   return r;
+}
+// One bit for each lane of a mask.
+INLINE uint32_t Mask(VI x) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)x.p[0]);
+#elif defined(__AVX2__)
+  const auto part = [&](int i) { return static_cast<uint32_t>(_mm256_movemask_ps((__m256)x.p[i])); };
+  return part(0) | part(1) << 8;
+#else
+  uint32_t bits = 0;
+  EACH_PART {
+#if defined(__x86_64__)
+    bits |= static_cast<uint32_t>(_mm_movemask_ps((__m128)x.p[i])) << 4 * i;
+#else
+    const NI lane = x.p[i] & NI{1, 2, 4, 8};
+    bits |= static_cast<uint32_t>(lane[0] | lane[1] | lane[2] | lane[3]) << 4 * i;
+#endif
+  }
+  return bits;
+#endif
 }
 // Where the mask is all ones a, else b.
 INLINE V Select(VI mask, V a, V b) {

@@ -1,5 +1,6 @@
 // The arithmetic of one instruction-set tier. CMake compiles this file once per tier, with INFERAX_TIER the name of
 // the table; everything else in it is local to the translation unit.
+#include "sampler.h"
 #include "softmax.h"
 
 namespace inferax {
@@ -19,6 +20,8 @@ extern const Kernels INFERAX_TIER = {
     .attend = AttendPartition,
     .merge = MergeState,
     .normalize = NormalizeRow,
+    .sample_scratch = SampleScratch,
+    .sample = SampleRow,
 };
 
 }  // namespace inferax

@@ -65,6 +65,37 @@ struct Softmax {
   float* out;
 };
 
+// The stages of `sample`; the names and the order are those of STAGES in ops/sampler_rows.py.
+enum : int32_t { kPenalties, kDry, kTopNSigma, kTemperature, kTypicalP, kMinP, kTopK, kTopP, kXtc, kNumStages };
+inline constexpr char kSamplerStages[] = "penalties,dry,top_n_sigma,temperature,typical_p,min_p,top_k,top_p,xtc";
+
+// What a row of `sample` is told, as INTS and FLOATS of ops/sampler_rows.py have it.
+struct SamplerRow {
+  int32_t slot, position;
+  uint32_t seed_low, seed_high, sample_index;
+  int32_t top_k, penalty_last_n, dry_allowed_length, dry_penalty_last_n;
+  int32_t stages[kNumStages];
+  float temperature, dynatemp_range, dynatemp_exponent, top_p, min_p, typical_p, top_n_sigma, xtc_probability;
+  float xtc_threshold, mirostat_tau, mirostat_eta, presence_penalty, frequency_penalty, repetition_penalty;
+  float dry_multiplier, dry_base;
+};
+inline constexpr char kSamplerFields[] =
+    "slot,position,seed_low,seed_high,sample_index,top_k,penalty_last_n,dry_allowed_length,dry_penalty_last_n,"
+    "stage_0,stage_1,stage_2,stage_3,stage_4,stage_5,stage_6,stage_7,stage_8,"
+    "temperature,dynatemp_range,dynatemp_exponent,top_p,min_p,typical_p,top_n_sigma,xtc_probability,"
+    "xtc_threshold,mirostat_tau,mirostat_eta,presence_penalty,frequency_penalty,repetition_penalty,"
+    "dry_multiplier,dry_base";
+inline constexpr int32_t kOwnContext = -2;
+
+// What one row reads of the tokens before; `history` is null where there is no memory.
+struct SamplerMemory {
+  const int32_t* history;
+  int64_t length;
+  const int16_t* counts;      // [V]
+  const uint32_t* in_prompt;  // a bit for each token
+  const uint32_t* breaks;
+};
+
 struct Kernels {
   const char* name;
   BlockSize (*block_size)(int32_t type);
@@ -93,6 +124,11 @@ struct Kernels {
   void (*merge)(const Softmax& state, const Softmax& part, int64_t rows, int64_t width);
   // out = state.out / state.total, without padding.
   void (*normalize)(const Softmax& state, int64_t row, int64_t width, float* out);
+  // Floats of scratch that `sample` takes.
+  int64_t (*sample_scratch)(int64_t vocab, int64_t context);
+  // The token of one row. Moves mirostat's mu; writes what the stages make of the logits to `scores` unless it is null.
+  int32_t (*sample)(const float* logits, int64_t vocab, const SamplerRow& row, const SamplerMemory& memory,
+                    float* scratch, float* mu, float* scores);
 };
 
 extern const Kernels kBaseline;
