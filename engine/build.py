@@ -93,7 +93,7 @@ def _shape(
 ) -> EngineShape:
     if max_model_len is not None and not 2 <= max_model_len <= config.context_length:
         raise RequestError("max_model_len", f"{max_model_len} is not in [2, {config.context_length}]")
-    per_page = config.kv_bytes_per_token(jnp.dtype(cache_dtype).itemsize) * _PAGE_SIZE
+    per_page = config.kv_bytes_per_token(cache_dtype) * _PAGE_SIZE
     wanted = -(-(max_model_len or config.context_length) // _PAGE_SIZE)
     budget = kv_bytes or min(_DEFAULT_KV_BYTES, available_memory() // 4)
     pages = min(budget // per_page, wanted * max_seqs)

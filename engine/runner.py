@@ -60,7 +60,8 @@ class StepResult:
 class Runner:
     """Runs chunks of sequences through the two programs of a step. Programs are built when first needed.
 
-    cache_dtype: dtype of the KV cache. processors: what requests may name in `SamplingParams.logits_processors`.
+    cache_dtype: dtype of the KV cache; ops/cache.py says how each holds a head.
+    processors: what requests may name in `SamplingParams.logits_processors`.
     """
 
     config: ModelConfig
@@ -83,7 +84,8 @@ class Runner:
         """Empties the cache and the sampler state."""
         c, s = self.config, self.shape
         shapes = [
-            cache_shape(s.num_pages[c.group(i)], s.page_size, c.num_kv_heads, c.head_dim) for i in range(c.num_layers)
+            cache_shape(s.num_pages[c.group(i)], s.page_size, c.num_kv_heads, c.head_dim, self.cache_dtype)
+            for i in range(c.num_layers)
         ]
 
         def zeros() -> Any:

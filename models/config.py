@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
+import jax.numpy as jnp
+
+from inferax.ops.cache import cache_shape
 from inferax.ops.linear import Activation, Compute
 from inferax.ops.rotary import RotarySpec
 
@@ -64,6 +69,7 @@ class ModelConfig:
     def norms_per_layer(self) -> int:
         return 4 if self.post_norms else 2
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Cache bytes that one more token of context takes over all layers (before any window is full)."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+    def kv_bytes_per_token(self, dtype: Any) -> int:
+        """Bytes of a cache of `dtype` that one more token of context takes over all layers, windowed ones too."""
+        row = cache_shape(1, 1, self.num_kv_heads, self.head_dim, dtype)
+        return int(self.num_layers * prod(row) * jnp.dtype(dtype).itemsize)

@@ -1,7 +1,7 @@
 """`attention`: ragged paged attention that also writes KV.
 
-A chunk's own keys are read back from the cache in the cache's dtype, so prefill sees what decode will see, and KV
-blocks start at absolute position 0, never at the chunk.
+A chunk's own keys and values are read back from the cache as it holds them (ops/cache.py), so prefill sees what decode
+will see, and KV blocks start at absolute position 0, never at the chunk.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from inferax.ops.batch import Batch
-from inferax.ops.cache import write_kv
+from inferax.ops.cache import CacheLeaf, read_kv, write_kv
 from inferax.ops.norm import Norm, norm_reference
 from inferax.ops.op import Op
 from inferax.ops.rotary import rotate
@@ -41,7 +41,6 @@ class AttentionSpec:
 
 QKNorm = tuple[Norm, Norm]
 Rotary = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
-CacheLeaf = Float[Array, "pages page_size 2 K E"]
 
 
 def _prepare(
@@ -93,7 +92,7 @@ def attention_reference(
 
     def one_sequence(of: tuple[Array, Array]) -> Array:
         pages, context = of
-        mine = cache[pages].astype(jnp.float32).reshape(-1, 2, k, e)
+        mine = read_kv(cache, pages).reshape(-1, 2, k, e)
         position = jnp.arange(mine.shape[0], dtype=jnp.int32)
         # Pages past the context may hold anything, NaN included.
         mine = jnp.where((position < context)[:, None, None, None], mine, 0.0)
@@ -146,7 +145,7 @@ def attention_blockwise(
 
     def one_page(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
-        page = cache[page_table[sequence, block]].astype(jnp.float32)  # [T, page_size, 2, K, E]
+        page = read_kv(cache, page_table[sequence, block])  # [T, page_size, 2, K, E]
         position = block * page_size + jnp.arange(page_size, dtype=jnp.int32)
         seen = _visible(batch.positions[:, None], position[None], context[:, None], spec.window)
         page = jnp.where((position[None] < context[:, None])[:, :, None, None, None], page, 0.0)

@@ -126,7 +126,7 @@ def describe(path: Path) -> ModelInfo:
         parameters=parameter_count(config),
         types=_types(tensors),
         weight_bytes=sum(t.nbytes for t in tensors.tensors.values()),
-        kv_bytes_per_token={"bfloat16": config.kv_bytes_per_token(2), "float32": config.kv_bytes_per_token(4)},
+        kv_bytes_per_token={name: config.kv_bytes_per_token(name) for name in ("bfloat16", "float32")},
         context_length=config.context_length,
         layers=config.num_layers,
         width=config.width,

@@ -34,7 +34,7 @@ def compiled_step(
     config = replace(model.config, layers=model.config.layers[:LAYERS])
     groups = len(config.windows)
     shape = EngineShape(seqs, tokens, 16, (context // 16,) * groups, (pages,) * groups).batch_shape(tokens)
-    leaf = jax.ShapeDtypeStruct(cache_shape(pages, 16, config.num_kv_heads, config.head_dim), dtype)
+    leaf = jax.ShapeDtypeStruct(cache_shape(pages, 16, config.num_kv_heads, config.head_dim, dtype), dtype)
     cache = (leaf,) * LAYERS
     backend = XlaBackend()
     params = avals(model.params | {"layers": model.params["layers"][:LAYERS]})

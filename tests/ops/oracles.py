@@ -109,6 +109,36 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -
     return out
 
 
+def encode_kv(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Heads [..., E] as the docstring of ops/cache.py has them stored, one after the other."""
+    x = np.asarray(x, np.float32)
+    limit = {"int8": 127, "float8_e4m3fn": 448}.get(dtype.name)
+    if limit is None:
+        return x.astype(dtype)
+    rows = np.empty((*x.shape[:-1], x.shape[-1] + 4), np.uint8)
+    for place in np.ndindex(x.shape[:-1]):
+        head = x[place]
+        largest = np.max(np.abs(head))
+        scale = np.float32(largest * np.float32(1 / limit))
+        if not np.isfinite(largest):
+            head, scale = np.zeros_like(head), np.float32(np.nan)
+        elif scale < 2.0**-100:
+            head, scale = np.zeros_like(head), np.float32(0)
+        else:
+            head = head * (np.float32(limit) / largest)
+        codes = np.rint(head).astype(np.int8) if limit == 127 else head.astype(dtype)
+        rows[place] = np.concatenate([codes.view(np.uint8), scale[None].view(np.uint8)])
+    return rows.view(dtype)
+
+
+def decode_kv(rows: np.ndarray) -> np.ndarray:
+    """What the heads of a leaf stand for, in float64."""
+    if rows.dtype.itemsize > 1:
+        return rows.astype(np.float64)
+    scale = np.ascontiguousarray(rows[..., -4:]).view(np.float32)
+    return rows[..., :-4].astype(np.float64) * scale
+
+
 def attention(qkv, cache, batch: Batch, rotary, qk_norm, sinks, *, spec: AttentionSpec, dtype: Any = np.float32):  # type: ignore[no-untyped-def]
     """One sequence at a time over its own contiguous keys and values. `dtype` is the cache's: KV rounds on writing."""
     h, k, e = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -120,8 +150,8 @@ def attention(qkv, cache, batch: Batch, rotary, qk_norm, sinks, *, spec: Attenti
         first, last, context = int(batch.query_start[s]), int(batch.query_start[s + 1]), int(batch.context_len[s])
         old = context - (last - first)
         places = [(table[s, p // page_size], p % page_size) for p in range(context)]
-        keys = [cache[place][0] for place in places[:old]]
-        values = [cache[place][1] for place in places[:old]]
+        keys = [decode_kv(cache[place][0]) for place in places[:old]]
+        values = [decode_kv(cache[place][1]) for place in places[:old]]
         queries = []
         for row in range(first, last):
             q, key = qkv[row, : h * e], qkv[row, h * e : (h + k) * e]
@@ -134,9 +164,11 @@ def attention(qkv, cache, batch: Batch, rotary, qk_norm, sinks, *, spec: Attenti
             q, key = q.reshape(h, e), key.reshape(k, e)
             if rotary is not None:
                 q, key = (rotate(x, rotary[0][row], rotary[1][row], spec.rotary_interleaved) for x in (q, key))
+            held = np.stack([key, value])
             if dtype != np.float32:
-                key, value = (x.astype(np.float32).astype(dtype).astype(np.float64) for x in (key, value))
-            cache[places[old + row - first]] = np.stack([key, value])
+                held = encode_kv(held, dtype)
+                key, value = decode_kv(held)
+            cache[places[old + row - first]] = held
             queries.append(q)
             keys.append(key)
             values.append(value)

@@ -13,7 +13,9 @@ import pytest
 from inferax.ops.batch import Batch, BatchShape
 from inferax.ops.cache import cache_shape, empty_cache, write_kv
 from inferax.ops.collectives import all_reduce
+from tests.ops import oracles
 
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn]
 SHAPES = [BatchShape(16, 4, (8,), 4), BatchShape(1, 1, (1, 3), 1), BatchShape(64, 16, (5, 5, 2), 16)]
 
 
@@ -55,17 +57,19 @@ def test_sequence_of_row() -> None:
     np.testing.assert_array_equal(batch.sequence_of_row(), [0, 0, 0, 1, 2, 2, 3, 3])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
 def test_write_kv(dtype: jnp.dtype) -> None:
     pages, page_size, k, e = 5, 4, 2, 8
     rng = np.random.default_rng(0)
-    before = jnp.asarray(rng.standard_normal((pages, page_size, 2, k, e), np.float32)).astype(dtype)
-    kv = jnp.asarray(rng.standard_normal((6, 2, k, e), np.float32))
+    shape = cache_shape(pages, page_size, k, e, dtype)
+    # Any bytes, the codes of NaN among them: what is not written stays.
+    before = rng.integers(0, 256, np.prod(shape) * dtype.dtype.itemsize).astype(np.uint8).view(dtype).reshape(shape)
+    kv = rng.standard_normal((6, 2, k, e), np.float32)
     slots = np.array([7, -1, 0, 19, 8, -1], np.int32)
-    want = np.array(before).reshape(pages * page_size, 2, k, e)
+    want = before.reshape(pages * page_size, *shape[2:]).copy()
     for row, slot in enumerate(slots):
         if slot >= 0:
-            want[slot] = np.asarray(kv[row].astype(dtype))
+            want[slot] = oracles.encode_kv(kv[row], np.dtype(dtype))
     after = jax.jit(write_kv)(before, kv, slots)
     assert after.dtype == before.dtype
     # Bit by bit, whatever the values.
@@ -79,15 +83,15 @@ COPIED = pytest.mark.xfail(jax.default_backend() == "cpu", reason="XLA copies th
 
 @pytest.mark.parametrize(
     "dtype",
-    [jnp.float32, pytest.param(jnp.bfloat16, marks=COPIED), pytest.param(jnp.float8_e4m3fn, marks=COPIED)],
+    [jnp.float32, pytest.param(jnp.bfloat16, marks=COPIED), jnp.int8, pytest.param(jnp.float8_e4m3fn, marks=COPIED)],
     ids=lambda d: d.__name__,
 )
 def test_write_kv_is_in_place(dtype: jnp.dtype) -> None:
-    cache = jax.ShapeDtypeStruct(cache_shape(64, 16, 2, 32), dtype)
+    cache = jax.ShapeDtypeStruct(cache_shape(64, 16, 2, 32, dtype), dtype)
     kv = jax.ShapeDtypeStruct((4, 2, 2, 32), jnp.float32)
     slots = jax.ShapeDtypeStruct((4,), jnp.int32)
     compiled = jax.jit(write_kv, donate_argnums=0).lower(cache, kv, slots).compile()
-    size = 64 * 16 * 2 * 2 * 32
+    size = int(np.prod(cache.shape))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == size * dtype.dtype.itemsize
     assert memory.temp_size_in_bytes < size // 4
@@ -96,7 +100,8 @@ def test_write_kv_is_in_place(dtype: jnp.dtype) -> None:
 
 
 def test_empty_cache() -> None:
-    cache = empty_cache([cache_shape(3, 16, 2, 8), cache_shape(5, 16, 2, 8)], jnp.dtype(jnp.bfloat16))
+    dtype = jnp.dtype(jnp.bfloat16)
+    cache = empty_cache([cache_shape(pages, 16, 2, 8, dtype) for pages in (3, 5)], dtype)
     assert [x.shape for x in cache] == [(3, 16, 2, 2, 8), (5, 16, 2, 2, 8)]
     assert all(x.dtype == jnp.bfloat16 and not np.any(np.asarray(x, np.float32)) for x in cache)
 
