@@ -63,11 +63,12 @@ INLINE int64_t FirstHighest(const float* x, int64_t n) {
   return at;
 }
 
-// Writes where x >= floor, ascending, and at most 15 numbers more; returns how many there are.
-INLINE int64_t Collect(const float* x, int64_t n, float floor, int32_t* out) {
+// Writes where x >= floor and not x >= ceiling, ascending, and at most 15 numbers more; returns how many there are.
+INLINE int64_t Collect(const float* x, int64_t n, float floor, int32_t* out, float ceiling = __builtin_nanf("")) {
   int64_t found = 0;
   Runs(n, [&](int64_t i, int count) {
-    uint32_t mask = Mask(LoadSome(x + i, count) >= Splat(floor)) & ((1u << count) - 1);
+    const V v = LoadSome(x + i, count);
+    uint32_t mask = Mask(v >= Splat(floor)) & ~Mask(v >= Splat(ceiling)) & ((1u << count) - 1);
     if (mask == 0) return;
 #if defined(__AVX512F__)
     const __m512i each = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -105,8 +106,10 @@ INLINE void Uniforms(const SamplerRow& row, uint32_t stream, double* out) {
   out[1] = (y >> 8) * 0x1p-24;
 }
 
-// Histograms of Floor: two for each of 2048 buckets, as neighbours often fall into one bucket.
-inline constexpr int64_t kBuckets = 2048;
+// The selection by Floor: how many pivots are tried in one pass, up to how many numbers need none, and the buckets of
+// a histogram, of which there are two as neighbours often fall into one bucket.
+inline constexpr int kPivots = 8;
+inline constexpr int64_t kMany = 2048, kBuckets = 2048;
 
 INLINE int64_t SamplerArray(int64_t vocab, int64_t context) { return Padded(Larger(vocab, context)) + kLanes; }
 inline int64_t SampleScratch(int64_t vocab, int64_t context) {
@@ -212,10 +215,20 @@ class Sampler {
     return scores_;
   }
 
-  // Keeps the tokens whose x is at least `floor`.
+  // Keeps the tokens whose x is at least `floor`: few as a list, many as what is not -inf.
   void Keep(const float* x, float floor) {
     const int64_t left = Collect(x, n_, floor, list_);
     if (left == n_) return;
+    if (left > n_ / 4) {
+      const V zero = Splat(0.0f), none = Splat(-__builtin_inff()), least = Splat(floor);
+      Runs(n_, [&](int64_t i, int count) {
+        const VI stays = LoadSome(x + i, count) >= least;
+        if (weighed_) StoreSome(weights_ + i, Select(stays, LoadSome(weights_ + i, count), zero), count);
+        StoreSome(scores_ + i, Select(stays, LoadSome(s_ + i, count), none), count);
+      });
+      s_ = scores_;
+      return;
+    }
     for (int64_t i = 0; i < left; ++i) {
       const int64_t j = list_[i];
       ids_[i] = static_cast<int32_t>(Id(j));
@@ -227,41 +240,97 @@ class Sampler {
     dense_ = false;
   }
 
-  // The largest number among x from which on the weights (1 where w is null) add up to `wanted`: a histogram of the
-  // upper bits finds the bucket that it lies in, one of the next bits the bucket in that, and the last bits itself.
-  float Floor(const float* x, const float* w, int64_t n, double wanted) {
-    constexpr int kShifts[] = {21, 10, 0};
+  // The largest number among x from which on the weights (1 where w is null) add up to `wanted`.
+  float Floor(const float* x, const float* w, double wanted) {
+    // It is in [low, high), and the numbers from high on weigh `above`. No number is >= NaN: there is no end.
+    float low = -__builtin_inff(), high = __builtin_nanf("");
     double above = 0;
-    for (const int shift : kShifts) {
-      const uint32_t most = shift == 0 ? 1023 : 2047;
-      std::memset(histogram_, 0, 2 * kBuckets * sizeof(double));
-      for (int64_t i = 0; i < n; ++i) {
-        const int64_t j = shift == kShifts[0] ? i : list_[i];
-        histogram_[2 * (Key(x[j]) >> shift & most) + i % 2] += w == nullptr ? 1.0 : w[j];
+    if (n_ > kMany) {
+      const float top = Highest(x, n_);
+      for (int pass = 0; pass < 3; ++pass) {
+        const float step = ((high == high ? high : top) - low) / (kPivots + 1);
+        float pivots[kPivots];
+        for (int k = 0; k < kPivots; ++k) {
+          pivots[k] = pass == 0 ? top - static_cast<float>(1 << (kPivots - 1 - k)) * 0.25f : low + step * (k + 1);
+        }
+        double weights[kPivots];
+        WeightsFrom(x, w, pivots, weights);
+        int k = kPivots;
+        while (k > 0 && !(weights[k - 1] >= wanted)) --k;
+        if (k < kPivots) {
+          high = pivots[k];
+          above = weights[k];
+        }
+        if (k == 0 && pass == 0) break;
+        if (k > 0) low = pivots[k - 1];
+        if (w == nullptr && k > 0 && weights[k - 1] - above <= kMany) break;
       }
-      int64_t bucket = most, lowest = -1;
-      for (; bucket >= 0; --bucket) {
-        const double here = histogram_[2 * bucket] + histogram_[2 * bucket + 1];
-        if (here == 0) continue;
-        if (above + here >= wanted) break;
-        above += here;
-        lowest = bucket;
-      }
-      if (bucket < 0) {
-        // By rounding, all of them do not weigh enough.
-        bucket = lowest;
-        wanted = __builtin_inf();
-      }
-      int64_t left = 0;
-      for (int64_t i = 0; i < n; ++i) {
-        const int64_t j = shift == kShifts[0] ? i : list_[i];
-        list_[left] = static_cast<int32_t>(j);
-        left += static_cast<int64_t>(Key(x[j]) >> shift & most) == bucket;
-      }
-      n = left;
-      if (n == 0) break;
     }
-    return n == 0 ? -__builtin_inff() : x[list_[0]];
+    return Floor(x, w, Collect(x, n_, low, list_, high), wanted - above);
+  }
+
+  // out[k] = what the numbers among x that are at least pivots[k] weigh.
+  void WeightsFrom(const float* x, const float* w, const float* pivots, double* out) {
+    static constexpr float kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    for (int k = 0; k < kPivots; ++k) out[k] = 0;
+    for (int64_t first = 0; first < n_; first += 1024) {
+      V sums[kPivots];
+      for (V& sum : sums) sum = Splat(0.0f);
+      Runs(Smaller(n_ - first, 1024), [&](int64_t i, int count) {
+        const V v = LoadSome(x + first + i, count), weight = LoadSome(w == nullptr ? kOnes : w + first + i, count);
+        _Pragma("GCC unroll 8") for (int k = 0; k < kPivots; ++k) {
+          sums[k] = sums[k] + FromBits(Bits(weight) & (v >= Splat(pivots[k])));
+        }
+      });
+      for (int k = 0; k < kPivots; ++k) out[k] += Sum(sums[k]);
+    }
+  }
+
+  // The same among the n numbers that list_ names. Each histogram of the numbers' bits leaves one bucket of them, and
+  // the last nothing but equal numbers.
+  float Floor(const float* x, const float* w, int64_t n, double wanted) {
+    constexpr int64_t kFew = 32;
+    double above = 0;
+    for (int shift = 21; shift >= 0 && n > kFew; shift = shift == 21 ? 10 : shift - 10) {
+      n = Narrow(w, n, wanted, above, [=](int64_t j) { return Key(x[j]) >> shift & (kBuckets - 1); });
+    }
+    for (int64_t i = 1; i < n; ++i) {
+      const int32_t j = list_[i];
+      int64_t at = i;
+      for (; at > 0 && x[list_[at - 1]] < x[j]; --at) list_[at] = list_[at - 1];
+      list_[at] = j;
+    }
+    int64_t i = 0;
+    while (i + 1 < n && (above += w == nullptr ? 1.0 : w[list_[i]]) < wanted) ++i;
+    return n == 0 ? -__builtin_inff() : x[list_[i]];
+  }
+
+  // Leaves of list_ the one bucket in which the weights from the last bucket down get to `wanted`, and adds what is in
+  // the buckets after it to `above`.
+  template <typename F>
+  int64_t Narrow(const float* w, int64_t n, double wanted, double& above, F&& bucket_of) {
+    std::memset(histogram_, 0, 2 * kBuckets * sizeof(double));
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t j = list_[i];
+      histogram_[2 * bucket_of(j) + i % 2] += w == nullptr ? 1.0 : w[j];
+    }
+    int64_t bucket = kBuckets - 1, lowest = 0;
+    double up_to = above;
+    for (; bucket >= 0; --bucket) {
+      const double here = histogram_[2 * bucket] + histogram_[2 * bucket + 1];
+      if (here == 0) continue;
+      above = up_to;
+      up_to += here;
+      lowest = bucket;
+      if (up_to >= wanted) break;
+    }
+    int64_t left = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t j = list_[i];
+      list_[left] = j;
+      left += bucket_of(j) == lowest;
+    }
+    return left;
   }
 
   void Penalize(float& score, int32_t count, bool seen) {
@@ -396,29 +465,22 @@ class Sampler {
       const V near = Select(LoadSome(weights_ + i, count) > zero, zero - far, Splat(-__builtin_inff()));
       StoreSome(other_ + i, near, count);
     });
-    const float floor = Floor(other_, weights_, n_, row_.typical_p * total_);
+    const float floor = Floor(other_, weights_, row_.typical_p * total_);
     topped_ = weighed_ = false;  // the best may go
     Keep(other_, floor);
   }
 
   void TopK() {
-    constexpr int64_t kGroup = 64;
-    if (row_.top_k >= n_) return;
-    if (row_.top_k <= n_ / kGroup / 2) {
-      // The k-th largest of the maxima of groups: k scores at least are as large.
-      const int64_t groups = n_ / kGroup;
-      for (int64_t g = 0; g < groups; ++g) other_[g] = Highest(s_ + g * kGroup, kGroup);
-      Keep(s_, Floor(other_, nullptr, groups, row_.top_k));
-    }
-    if (row_.top_k < n_) Keep(s_, Floor(s_, nullptr, n_, row_.top_k));
+    if (row_.top_k < n_) Keep(s_, Floor(s_, nullptr, row_.top_k));
   }
 
   void TopP() {
     Weigh();
     const double wanted = row_.top_p * total_;
-    // Tokens that weigh less than this are less than 1 - top_p all together.
-    Keep(weights_, static_cast<float>(0.999 * (total_ - wanted) / static_cast<double>(n_)));
-    Keep(s_, Floor(s_, weights_, n_, wanted));
+    // Tokens that weigh less than this are less than 1 - top_p all together; a peaked distribution has few others.
+    const float least = static_cast<float>(0.999 * (total_ - wanted) / static_cast<double>(n_));
+    const int64_t others = Collect(weights_, n_, least, list_);
+    Keep(s_, others <= kMany ? Floor(s_, weights_, others, wanted) : Floor(s_, weights_, wanted));
   }
 
   // With some probability, removes all but the least likely of the tokens above a threshold.
