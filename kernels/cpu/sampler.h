@@ -405,9 +405,9 @@ class Sampler {
         from = i;
         to = i + length;
       }
-      const int64_t next = end[1 - i];
-      if (next < 0 || next >= vocab_ || Smaller(length, limit) < row_.dry_allowed_length) continue;
-      longest[next] = static_cast<int32_t>(Larger(longest[next], Smaller(length, limit)));
+      const int64_t next = end[1 - i], repeated = Smaller(length, limit);
+      if (next < 0 || next >= vocab_ || repeated < row_.dry_allowed_length || Bit(memory_.breaks, next)) continue;
+      longest[next] = static_cast<int32_t>(Larger(longest[next], repeated));
     }
     const float base = row_.dry_base;
     const float most = base > 1.000001f ? __builtin_floorf(88.7228391f / __builtin_logf(base)) : 0.0f;
