@@ -55,7 +55,8 @@ def _encode(x: Float32[Array, "*rows E"], dtype: jnp.dtype) -> Num[Array, "*rows
     # A constant divisor would be multiplied by its inverse, on some platforms only.
     limit, inverse_limit = jnp.float32(_LIMITS[dtype.name]), jnp.float32(1 / _LIMITS[dtype.name])
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    finite, scale = jnp.isfinite(largest), largest * inverse_limit
+    finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)  # XLA's maximum may lose a NaN on CPU
+    scale = largest * inverse_limit
     known = finite & (scale >= _SMALLEST_SCALE)
     codes = jnp.where(known, x * (limit / largest), 0.0)
     codes = _carried((jnp.round(codes) if dtype == jnp.int8 else codes).astype(dtype))

@@ -41,6 +41,7 @@ from inferax.ops.sampler_rows import FLOATS, INTS, STAGES, SamplerMemory, Sample
 
 # ggml's numbers of the types that are not blocks.
 _DENSE = {"float32": 0, "float16": 1, "bfloat16": 30}
+_CACHES = (*_DENSE, "int8", "float8_e4m3fn")
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 _GRIDS = {"IQ1_M": "IQ1_S"} | {t: t for t in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")}
 # Positions per partition of the online softmax; see kKvPartition in kernels/cpu/tier.h.
@@ -286,7 +287,7 @@ def attention(
     threads: int = 0,
     tier: int = -1,
 ) -> Any:
-    if cache.dtype.name not in _DENSE:
+    if cache.dtype.name not in _CACHES:
         return NotImplemented
     tokens, heads = qkv.shape[0], spec.num_heads
     table = batch.page_table[spec.group]

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "handlers.h"
+#include "kv.h"
 
 namespace inferax {
 namespace {
@@ -14,43 +15,6 @@ struct HeadNorm {
   NormSpec norm;
   int64_t width;
 };
-
-// Round to nearest even; a NaN stays one.
-uint16_t ToBFloat(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 64);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-uint16_t ToHalf(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t sign = bits >> 16 & 0x8000;
-  bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
-  if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and more round to infinity
-  if (bits < 0x38800000) {  // subnormal: adding 1/2 leaves the float16's bits, rounded, in the low end
-    float y;
-    std::memcpy(&y, &bits, 4);
-    y += 0.5f;
-    std::memcpy(&bits, &y, 4);
-    return static_cast<uint16_t>(sign | (bits - 0x3f000000));
-  }
-  bits += 0xfff + (bits >> 13 & 1);
-  return static_cast<uint16_t>(sign | ((bits - 0x38000000) >> 13));
-}
-
-void StoreAs(int32_t type, const float* x, int64_t n, uint8_t* to) {
-  if (type == kF32) {
-    std::memcpy(to, x, static_cast<size_t>(n) * 4);
-    return;
-  }
-  for (int64_t i = 0; i < n; ++i) {
-    const uint16_t bits = type == kBF16 ? ToBFloat(x[i]) : ToHalf(x[i]);
-    std::memcpy(to + 2 * i, &bits, 2);
-  }
-}
 
 void Rotate(float* head, const float* cos, const float* sin, int64_t half, bool interleaved) {
   for (int64_t i = 0; i < half; ++i) {
@@ -82,7 +46,7 @@ struct Call {
   float* q;  // [K, T, G, Padded(E)]: the rows of a task stand together
 
   int64_t group() const { return heads / kv_heads; }
-  int64_t itemsize() const { return cache_type == kF32 ? 4 : 2; }
+  int64_t head_bytes() const { return HeadBytes(cache_type, width); }
   int64_t row_width() const { return (heads + 2 * kv_heads) * width; }
   float* query(int64_t kv, int64_t token) const { return q + (kv * tokens + token) * group() * Padded(width); }
 };
@@ -104,8 +68,9 @@ void Prepare(const Call& c, int64_t t, float* row) {
     Rotate(row + h * e, c.cos + t * c.half, c.sin + t * c.half, c.half, c.interleaved);
   }
   if (writes) {
-    uint8_t* to = c.cache + slot * 2 * c.kv_heads * e * c.itemsize();
-    StoreAs(c.cache_type, key, 2 * c.kv_heads * e, to);  // K and V of a position stand together in both
+    // K and V of a position stand together in both.
+    uint8_t* to = c.cache + slot * 2 * c.kv_heads * c.head_bytes();
+    for (int64_t i = 0; i < 2 * c.kv_heads; ++i) StoreHead(c.cache_type, key + i * e, e, to + i * c.head_bytes());
   }
   if (!real) return;
   for (int64_t h = 0; h < c.heads; ++h) {
@@ -166,7 +131,7 @@ bool Run(const Call& c, const Item& item) {
       high[r] = static_cast<int32_t>(std::min(position + 1, context));
     }
   }
-  const int64_t head_bytes = c.width * c.itemsize();
+  const int64_t head_bytes = c.head_bytes();
   const Attend attend = {
       .q = c.query(task.kv, task.first_token),
       .rows = rows,
@@ -260,17 +225,22 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::ResultB
   const ffi::AnyBuffer qkv = in.Next(), cache = in.Next();
   if (!in.error().success() || qkv.dimensions().size() != 2 || qkv.element_type() != ffi::F32 ||
       cache.dimensions().size() != 5 || heads <= 0 || kv_heads <= 0 || heads % kv_heads != 0 || width <= 0) {
-    return ffi::Error::InvalidArgument("attention: qkv must be float32 [T, W], and cache [pages, page_size, 2, K, E]");
+    return ffi::Error::InvalidArgument("attention: qkv must be float32 [T, W], and cache [pages, page_size, 2, K, W]");
   }
   if (cache.untyped_data() != new_cache->untyped_data()) {
     return ffi::Error::Internal("attention: the cache was copied instead of written in place");
   }
   const auto shape = cache.dimensions();
   const ffi::DataType type = cache.element_type();
-  if (type != ffi::F32 && type != ffi::F16 && type != ffi::BF16) {
-    return ffi::Error::InvalidArgument("attention: the cache must be float32, float16 or bfloat16");
-  }
   Call c{};
+  switch (type) {
+    case ffi::F32: c.cache_type = kF32; break;
+    case ffi::F16: c.cache_type = kF16; break;
+    case ffi::BF16: c.cache_type = kBF16; break;
+    case ffi::S8: c.cache_type = kI8; break;
+    case ffi::F8E4M3FN: c.cache_type = kE4M3; break;
+    default: return ffi::Error::InvalidArgument("attention: the kernels know no such dtype of the cache");
+  }
   c.kernels = kernels;
   c.tokens = qkv.dimensions()[0];
   c.pages = shape[0];
@@ -278,12 +248,12 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::ResultB
   c.heads = heads;
   c.kv_heads = kv_heads;
   c.width = width;
-  if (qkv.dimensions()[1] != c.row_width() || shape[2] != 2 || shape[3] != kv_heads || shape[4] != width) {
+  if (qkv.dimensions()[1] != c.row_width() || shape[2] != 2 || shape[3] != kv_heads ||
+      shape[4] != width + (HasScale(c.cache_type) ? 4 : 0)) {
     return ffi::Error::InvalidArgument("attention: the widths of qkv and cache disagree with the heads");
   }
   c.qkv = static_cast<const float*>(qkv.untyped_data());
   c.cache = static_cast<uint8_t*>(new_cache->untyped_data());
-  c.cache_type = type == ffi::F32 ? kF32 : type == ffi::F16 ? kF16 : kBF16;
   c.positions = in.Ints(c.tokens, "positions");
   const ffi::AnyBuffer table = in.Next();
   if (!in.error().success() || table.dimensions().size() != 2 || table.element_type() != ffi::S32) {

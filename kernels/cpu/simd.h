@@ -313,6 +313,32 @@ INLINE V FromSigned(S16 x) {
 #endif
 }
 
+// 1/256 of what 16 numbers of float8 e4m3 are. Its code of NaN is read as 480.
+INLINE V LoadE4M3(const uint8_t* x) {
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  return {{(N)_mm512_cvtph_ps(half)}};
+#elif defined(__F16C__)
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  return {{(N)_mm256_cvtph_ps(_mm256_castsi256_si128(half)), (N)_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))}};
+#else
+  int32_t codes[16];
+  for (int i = 0; i < 16; ++i) codes[i] = x[i];
+  VI c;
+  std::memcpy(&c, codes, sizeof c);
+  V r;
+  EACH_PART {
+    const NI size = c.p[i] & 0x7f, subnormal = (NI)(size < 8);
+    // A subnormal number gets a leading one, which is subtracted again.
+    const N x = (N)((size << 20) + ((112 - subnormal) << 23)) - (N)(subnormal & 0x38800000);
+    r.p[i] = (N)((NI)x | (c.p[i] & 0x80) << 24);
+  }
+  return r;
+#endif
+}
+
 INLINE B16 LoadBytes(const uint8_t* x) {
   B16 r;
   std::memcpy(&r, x, sizeof r);

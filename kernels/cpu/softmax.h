@@ -57,7 +57,7 @@ inline void Mix(const float* weights, const float* values, int64_t width, int64_
 }
 
 inline int64_t AttendScratch(int64_t rows, int64_t width) {
-  return kKvBlock * (2 * Padded(width) + rows);
+  return kKvBlock * (2 * Padded(width) + 2 + rows);
 }
 
 INLINE float Exp1(float x) {
@@ -84,6 +84,10 @@ INLINE void Weigh(float* w, int low, int high, const Attend& a, float* top, floa
   *total += Sum((Load(w) + Load(w + 16)) + (Load(w + 32) + Load(w + 48)));
 }
 
+INLINE void Multiply(float* w, const float* by) {
+  for (int i = 0; i < kKvBlock; i += 16) Store(w + i, Load(w + i) * Load(by + i));
+}
+
 // Walks the positions of a sequence through its pages.
 struct Cursor {
   Cursor(const Attend& a, int64_t position) : a(a), page(position / a.page_size), offset(position % a.page_size) {}
@@ -99,9 +103,42 @@ struct Cursor {
   int64_t page, offset;
 };
 
+// Types with a scale for each head. kUnit: what one unit of a decoded code stands for.
+struct CodesI8 {
+  static constexpr int kBlock = 16, kBytes = 16;
+  static constexpr float kUnit = 1.0f;
+  template <typename F>
+  INLINE void Decode(const uint8_t* b, const int8_t*, F&& emit) {
+    emit(0, FromSigned((S16)LoadBytes(b)));
+  }
+};
+
+struct CodesE4M3 {
+  static constexpr int kBlock = 16, kBytes = 16;
+  static constexpr float kUnit = 256.0f;
+  template <typename F>
+  INLINE void Decode(const uint8_t* b, const int8_t*, F&& emit) {
+    emit(0, LoadE4M3(b));
+  }
+};
+
+template <typename Type>
+concept Scaled = requires { Type::kUnit; };
+
+// Keys and values of a block, [kKvBlock, Padded(width)], and the factors to their numbers, [kKvBlock].
+struct Block {
+  float *keys, *values, *key_scales, *value_scales;
+};
+
+INLINE float ScaleAt(const uint8_t* x, float unit) {
+  float scale;
+  std::memcpy(&scale, x, 4);
+  return scale * unit;
+}
+
 // Copies the keys and values of positions [from, to) of a block to float32 rows; those up to `end` may be read soon.
 template <typename Type>
-void Gather(const Attend& a, int64_t block, int from, int to, int64_t end, float* keys, float* values) {
+void Gather(const Attend& a, int64_t block, int from, int to, int64_t end, const Block& out) {
   constexpr int kAheadPositions = 8;
   const int64_t width = Padded(a.width), bytes = a.width * (Type::kBytes / 16);
   Cursor now(a, block + from), ahead(a, block + from + kAheadPositions);
@@ -114,19 +151,24 @@ void Gather(const Attend& a, int64_t block, int from, int to, int64_t end, float
       }
     }
     const int64_t at = now.Next();
-    float* key = keys + j * width;
-    float* value = values + j * width;
+    float* key = out.keys + j * width;
+    float* value = out.values + j * width;
     ExpandRow<Type>(a.keys + at, nullptr, a.width, key);
     ExpandRow<Type>(a.values + at, nullptr, a.width, value);
     for (int64_t i = a.width; i < width; ++i) key[i] = value[i] = 0.0f;
+    if constexpr (Scaled<Type>) {
+      out.key_scales[j] = ScaleAt(a.keys + at + a.width, Type::kUnit);
+      out.value_scales[j] = ScaleAt(a.values + at + a.width, Type::kUnit);
+    }
   }
 }
 
 inline void AttendPartition(const Attend& a, int64_t first, int64_t last, float* scratch, const Softmax& state) {
   const int64_t width = Padded(a.width), rows = a.rows;
-  float* keys = scratch;
-  float* values = keys + kKvBlock * width;
-  float* weights = values + kKvBlock * width;
+  const Block kv = {scratch, scratch + kKvBlock * width, scratch + kKvBlock * 2 * width,
+                    scratch + kKvBlock * (2 * width + 1)};
+  float* weights = scratch + kKvBlock * (2 * width + 2);
+  const bool scaled = a.cache_type == kI8 || a.cache_type == kE4M3;
   for (int64_t r = 0; r < rows; ++r) {
     state.top[r] = -__builtin_inff();
     state.total[r] = 0.0f;
@@ -136,9 +178,11 @@ inline void AttendPartition(const Attend& a, int64_t first, int64_t last, float*
   int64_t end = 0;
   for (int64_t r = 0; r < rows; ++r) end = a.high[r] > end ? a.high[r] : end;
   if (last < end) end = last;
-  const auto gather = a.cache_type == kF32   ? Gather<DenseF32>
-                      : a.cache_type == kF16 ? Gather<DenseF16>
-                                             : Gather<DenseBF16>;
+  const auto gather = a.cache_type == kF32    ? Gather<DenseF32>
+                      : a.cache_type == kF16  ? Gather<DenseF16>
+                      : a.cache_type == kBF16 ? Gather<DenseBF16>
+                      : a.cache_type == kI8   ? Gather<CodesI8>
+                                              : Gather<CodesE4M3>;
   for (int64_t block = first; block < last; block += kKvBlock) {
     const auto low_of = [&](int64_t r) { return a.low[r] > block ? static_cast<int>(a.low[r] - block) : 0; };
     const auto high_of = [&](int64_t r) {
@@ -152,8 +196,8 @@ inline void AttendPartition(const Attend& a, int64_t first, int64_t last, float*
       to = high_of(r) > to ? high_of(r) : to;
     }
     if (from >= to) continue;
-    gather(a, block, from, to, end, keys, values);
-    Dots(a.q, rows, width, keys + from * width, to - from, width, width, nullptr, weights + from, kKvBlock);
+    gather(a, block, from, to, end, kv);
+    Dots(a.q, rows, width, kv.keys + from * width, to - from, width, width, nullptr, weights + from, kKvBlock);
     for (int64_t r = 0; r < rows;) {
       // Rows that see the same positions go together.
       int64_t run = 1;
@@ -161,9 +205,12 @@ inline void AttendPartition(const Attend& a, int64_t first, int64_t last, float*
       const int low = low_of(r), high = high_of(r);
       if (low < high) {
         for (int64_t s = r; s < r + run; ++s) {
-          Weigh(weights + s * kKvBlock, low, high, a, state.top + s, state.total + s, state.out + s * width);
+          float* w = weights + s * kKvBlock;
+          if (scaled) Multiply(w, kv.key_scales);
+          Weigh(w, low, high, a, state.top + s, state.total + s, state.out + s * width);
+          if (scaled) Multiply(w, kv.value_scales);
         }
-        Mix(weights + r * kKvBlock, values, width, run, low, high, state.out + r * width);
+        Mix(weights + r * kKvBlock, kv.values, width, run, low, high, state.out + r * width);
       }
       r += run;
     }

@@ -15,8 +15,8 @@ inline int64_t Padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 inline constexpr int64_t kKvBlock = 64;
 inline constexpr int64_t kKvPartition = 512;
 
-// Numbers of ggml's types, which stand for dense weights too.
-enum : int32_t { kF32 = 0, kF16 = 1, kBF16 = 30 };
+// Numbers of ggml's types, which stand for dense weights and the cache too; ggml has none for e4m3.
+enum : int32_t { kF32 = 0, kF16 = 1, kI8 = 24, kBF16 = 30, kE4M3 = 256 };
 
 enum Activation : int32_t { kNone = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3, kRelu = 4 };
 
@@ -48,7 +48,7 @@ struct Attend {
   int64_t width;            // of a head
   const int32_t* low;       // [rows]: a row sees positions [low, high)
   const int32_t* high;      // [rows]
-  const uint8_t* keys;      // of this KV head, at slot 0
+  const uint8_t* keys;      // of this KV head, at slot 0; where the type has scales, one follows each head
   const uint8_t* values;
   int64_t slot_bytes;       // from one position of a page to the next
   int32_t cache_type;

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,27 +34,41 @@ NEW = 12
 Result = tuple[list[int], list[float], list[list[tuple[int, float]]]]
 
 
-def config(compute: Compute) -> ModelConfig:
+def config(compute: Compute, layers: int) -> ModelConfig:
     return ModelConfig(
         family="tiny", vocab_size=509, width=96, num_heads=6, num_kv_heads=2, head_dim=16, mlp_width=160,
-        context_length=512, layers=(LayerSpec(40), LayerSpec(None), LayerSpec(40)), rotaries=(RotarySpec(16),),
+        context_length=512, layers=(LayerSpec(40), LayerSpec(None), LayerSpec(40))[:layers], rotaries=(RotarySpec(16),),
         norm_eps=1e-5, qk_norm=True, compute=compute,
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Mode:
+    compute: Compute
+    cache: str
+    layers: int = 3
+
+
+MODES = {
+    "exact": Mode("exact", "float32"),
+    "fast": Mode("fast", "bfloat16"),
+    "int8 cache": Mode("exact", "int8", layers=2),
+    "float8 cache": Mode("fast", "float8_e4m3fn", layers=2),
+}
+
+
 @functools.cache  # programs are compiled once for each shape
-def runner(compute: Compute, shape: EngineShape) -> Runner:
-    c = config(compute)
-    dtype = jnp.bfloat16 if compute == "fast" else jnp.float32
-    return Runner(c, shape, XlaBackend(), random_params(c), dtype)
+def runner(mode: Mode, shape: EngineShape) -> Runner:
+    c = config(mode.compute, mode.layers)
+    return Runner(c, shape, XlaBackend(), random_params(c), jnp.dtype(mode.cache))
 
 
 class Engine:
     """An empty engine with the sizes that a test asks for."""
 
-    def __init__(self, compute: Compute, *, budget: int = 256, seqs: int = 4, pages: int = 1200, **scheduling: Any):
+    def __init__(self, mode: Mode, *, budget: int = 256, seqs: int = 4, pages: int = 1200, **scheduling: Any):
         shape = EngineShape(seqs, budget, 16, (24, 24), (pages, pages))
-        self.runner = runner(compute, shape)
+        self.runner = runner(mode, shape)
         self.runner.reset()
         self.scheduler: Scheduler = scheduler_for(shape, self.runner.config.windows, **scheduling)
 
@@ -103,26 +117,39 @@ SAMPLING = {
 }
 
 
-@pytest.fixture(scope="module", params=["exact", "fast"])
-def compute(request: pytest.FixtureRequest) -> Compute:
-    chosen: Compute = request.param
+# Every way of sampling, and one for the caches of codes: what they share does not depend on the sampler.
+MATRIX = [
+    pytest.param((mode, params), id=f"{mode}-{params}")
+    for mode in MODES
+    for params in (SAMPLING if mode in ("exact", "fast") else ["seeded"])
+]
+
+
+@pytest.fixture(scope="module", params=MATRIX)
+def cell(request: pytest.FixtureRequest) -> tuple[str, str]:
+    chosen: tuple[str, str] = request.param
     return chosen
 
 
-@pytest.fixture(scope="module", params=SAMPLING)
-def params(request: pytest.FixtureRequest) -> SamplingParams:
-    return SAMPLING[request.param]
+@pytest.fixture(scope="module")
+def mode(cell: tuple[str, str]) -> Mode:
+    return MODES[cell[0]]
 
 
 @pytest.fixture(scope="module")
-def alone(compute: Compute, params: SamplingParams) -> Result:
+def params(cell: tuple[str, str]) -> SamplingParams:
+    return SAMPLING[cell[1]]
+
+
+@pytest.fixture(scope="module")
+def alone(mode: Mode, params: SamplingParams) -> Result:
     seq = request(params)
-    Engine(compute, caching=False).run(seq)
+    Engine(mode, caching=False).run(seq)
     return result(seq)
 
 
-def test_among_63_others(compute: Compute, params: SamplingParams, alone: Result) -> None:
-    engine = Engine(compute, seqs=64, caching=False)
+def test_among_63_others(mode: Mode, params: SamplingParams, alone: Result) -> None:
+    engine = Engine(mode, seqs=64, caching=False)
     crowd = list(others(63))
     seq = request(params)
     engine.run(*crowd[:31], seq, *crowd[31:])
@@ -130,14 +157,14 @@ def test_among_63_others(compute: Compute, params: SamplingParams, alone: Result
 
 
 @pytest.mark.parametrize("budget", [16, 64, 512])
-def test_in_chunks(budget: int, compute: Compute, params: SamplingParams, alone: Result) -> None:
+def test_in_chunks(budget: int, mode: Mode, params: SamplingParams, alone: Result) -> None:
     seq = request(params)
-    Engine(compute, budget=budget, caching=False).run(seq)
+    Engine(mode, budget=budget, caching=False).run(seq)
     assert result(seq) == alone
 
 
-def test_after_preemption(compute: Compute, params: SamplingParams, alone: Result) -> None:
-    engine = Engine(compute, budget=64, pages=26, caching=False, policy="priority")
+def test_after_preemption(mode: Mode, params: SamplingParams, alone: Result) -> None:
+    engine = Engine(mode, budget=64, pages=26, caching=False, policy="priority")
     seq = request(params, priority=1)
     urgent = [request(SamplingParams(temperature=0, max_tokens=40), PROMPT[:100][::-1], priority=0) for _ in range(2)]
     engine.scheduler.add(seq)
@@ -146,8 +173,8 @@ def test_after_preemption(compute: Compute, params: SamplingParams, alone: Resul
     assert result(seq) == alone
 
 
-def test_after_a_prefix_hit(compute: Compute, params: SamplingParams, alone: Result) -> None:
-    engine = Engine(compute)
+def test_after_a_prefix_hit(mode: Mode, params: SamplingParams, alone: Result) -> None:
+    engine = Engine(mode)
     engine.run(request(replace(params, max_tokens=3, min_tokens=0)), request(SamplingParams(max_tokens=2), PROMPT[:70]))
     seq = request(params)
     engine.run(seq)
@@ -156,27 +183,27 @@ def test_after_a_prefix_hit(compute: Compute, params: SamplingParams, alone: Res
     whole = request(params, PROMPT[:144])
     cold = request(params, PROMPT[:144])
     engine.run(whole)
-    Engine(compute, caching=False).run(cold)
+    Engine(mode, caching=False).run(cold)
     assert whole.cached == 143, "a prompt that is cached whole computes its last token only"
     assert result(whole) == result(cold)
 
 
-def test_as_a_sample_of_n(compute: Compute, params: SamplingParams, alone: Result) -> None:
-    engine = Engine(compute)
+def test_as_a_sample_of_n(mode: Mode, params: SamplingParams, alone: Result) -> None:
+    engine = Engine(mode)
     samples = [request(params, index=i) for i in range(4)]
     for sample in samples[1:]:
         sample.sibling = samples[0]
     engine.run(*samples)
     assert result(samples[0]) == alone
     lone = request(params, index=2)
-    Engine(compute, seqs=1, caching=False).run(lone)
+    Engine(mode, seqs=1, caching=False).run(lone)
     assert result(samples[2]) == result(lone)
     if params.temperature > 0:
         assert samples[1].output.token_ids != samples[0].output.token_ids
 
 
-def test_after_a_restart(compute: Compute, params: SamplingParams, alone: Result) -> None:
-    engine = Engine(compute)
+def test_after_a_restart(mode: Mode, params: SamplingParams, alone: Result) -> None:
+    engine = Engine(mode)
     engine.run(*others(5))
     engine.runner.reset()
     engine.scheduler.pages.reset()

@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.shapes import RaggedShape
 from inferax.ops.batch import Batch
+from tests.ops.oracles import encode_kv
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,14 @@ class Paged:
 
     batch: Batch
     cache: Any
+
+
+def leaf_of(numbers: np.ndarray, dtype: Any) -> Any:
+    """A leaf that holds these numbers; where they are NaN, every code and scale is NaN, in types that have one."""
+    leaf = encode_kv(numbers, np.dtype(dtype))
+    if leaf.dtype.itemsize == 1:
+        leaf.view(np.uint8)[np.isnan(numbers[..., 0])] = 0xFF
+    return jnp.asarray(leaf)
 
 
 def paged(
@@ -70,4 +79,4 @@ def paged(
         state_slot=jnp.arange(seqs, dtype=jnp.int32),
         sample_rows=jnp.zeros(1, jnp.int32),
     )
-    return Paged(batch, jnp.asarray(cache).astype(dtype))
+    return Paged(batch, leaf_of(cache, dtype))

@@ -372,6 +372,11 @@ def attention_cases() -> Iterator[Case]:
     yield case("no-padding", DECODE, tiny, spare_rows=0)
     yield case("bfloat16-cache", MIXED, tiny, dtype=jnp.bfloat16)
     yield case("bfloat16-cache-gemma3", DECODE, GEMMA3_270M, dtype=jnp.bfloat16, window=12)
+    for dtype in (jnp.int8, jnp.float8_e4m3fn):
+        name = jnp.dtype(dtype).name
+        yield case(f"{name}-cache", MIXED, tiny, dtype=dtype, sinks=True, window=20)
+        yield case(f"{name}-cache-odd-width", DECODE, odd, dtype=dtype, page_size=5, softcap=5.0)
+        yield case(f"{name}-cache-smollm2", MIXED, SMOLLM2_135M, dtype=dtype)
     small = RaggedShape("small", ((5, 1), (0, 3), (3, 2)))
     yield case(
         "all-at-once", small, tiny, page_size=4, rotary_dim=8, qk_norm="head", sinks=True, window=4, softcap=3.0,
