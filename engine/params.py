@@ -51,7 +51,8 @@ class SamplingParams:
     samplers: the stages of the chain in order; what it leaves out must be neutral. min_tokens: no end or stop token
     before that many. allowed_token_ids: no other token can come. bad_words: texts that cannot be completed, where they
     begin in the prompt too. logit_bias: added to the logits of these ids. logits_processors: parameters of registered
-    processors by name. All these come before the chain, in this order. structured_outputs: see `StructuredOutputs`.
+    processors by name. All these come before the chain, in this order. structured_outputs: the form of the answer, as
+    `StructuredOutputs` or a dict of its fields.
     max_tokens: new tokens at most (None: up to the context's end; 0 only with prompt_logprobs). stop: strings that end
     the text; they are not part of it unless include_stop_str_in_output. logprobs: how many of the most likely tokens to
     report at each position, besides the chosen one. logprob_token_ids: ids to report besides. prompt_logprobs: as
@@ -99,7 +100,7 @@ class SamplingParams:
     mirostat_eta: float = 0.1
     samplers: list[str] | tuple[str, ...] = STAGES
     logits_processors: dict[str, dict[str, Any]] | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs | dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -150,6 +151,8 @@ class SamplingParams:
         if len(self.bad_words or ()) > MAX_BAD_WORDS // 2:  # each stands for itself and for itself after a space
             raise RequestError("bad_words", f"it has {len(self.bad_words or ())}, more than {MAX_BAD_WORDS // 2}")
         self._check_chain()
+        if self.structured_outputs is not None:
+            self._check_form()
         for stop in self.stop_strings:
             if not isinstance(stop, str) or not stop:
                 raise RequestError("stop", f"{stop!r} is not a non-empty string")
@@ -160,6 +163,18 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, f"{getattr(self, name)!r} is not a bool")
+
+    def _check_form(self) -> None:
+        from inferax.engine.structured import StructuredOutputs
+
+        given: Any = self.structured_outputs
+        if isinstance(given, dict):
+            unknown = sorted(set(given) - {f.name for f in fields(StructuredOutputs)})
+            if unknown:
+                raise RequestError("structured_outputs", f"it has no field {unknown[0]!r}")
+            object.__setattr__(self, "structured_outputs", StructuredOutputs(**given))
+        elif not isinstance(given, StructuredOutputs):
+            raise RequestError("structured_outputs", f"{given!r} is no StructuredOutputs")
 
     def _check_chain(self) -> None:
         self._number("typical_p", 0.0, 1.0, low_open=True)

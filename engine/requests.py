@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from inferax.loaders.detokenizer import Detokenizer
 from inferax.loaders.model import Model
 from inferax.loaders.template import encode_chat
 
+if TYPE_CHECKING:
+    from inferax.engine.grammar import GrammarCompiler
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 Rendered = tuple[str | None, list[int]]
@@ -27,7 +31,8 @@ class Requests:
     """Makes the sequences of requests to one model.
 
     max_model_len: tokens of prompt and answer at most. seed: makes the seeds of requests without one reproducible.
-    processors: the runner's.
+    processors: the runner's. reasoning_end: the text or token ids at which a reasoning block ends; the form that a
+        request asks for holds from there on.
     """
 
     def __init__(
@@ -36,11 +41,13 @@ class Requests:
         max_model_len: int,
         seed: int | None = None,
         processors: Sequence[LogitsProcessor] = (),
+        reasoning_end: str | Sequence[int] | None = None,
     ) -> None:
         self._model, self._config, self._tokenizer = model, model.config, model.tokenizer
         self._max_model_len = max_model_len
         self._processors = processors
         self._breakers = Breakers(model.tokenizer)
+        self._reasoning_end = reasoning_end
         self._seeds = np.random.default_rng(seed)
 
     def render(self, messages: Messages, **kwargs: Any) -> Rendered:
@@ -102,6 +109,7 @@ class Requests:
             p = replace(p, logits_processors=check_processors(p.logits_processors, self._processors))
         bad_words = bad_word_ids(self._tokenizer, p.bad_words or ())
         breaks = self._breakers.tokens(p.dry_sequence_breakers) if p.dry_multiplier else ()
+        form = None if p.structured_outputs is None else self._compiler.compile(p.structured_outputs)  # type: ignore[arg-type]
         seed = int(self._seeds.integers(2**63)) if p.seed is None else p.seed
         # Where frequencies follow the prompt's length, its keys fit no prompt of another length.
         salt = f"{len(ids)}".encode() if any(r.length_dependent for r in self._config.rotaries) else b""
@@ -118,6 +126,7 @@ class Requests:
                 token_text=self._tokenizer.token_text,
                 salt=salt,
                 priority=priority,
+                grammar=None if form is None else form.matcher(),
                 bad_words=bad_words,
                 breaks=breaks,
                 processors=[q.name for q in self._processors],
@@ -129,6 +138,12 @@ class Requests:
         output = RequestOutput(request_id, text, ids, [s.output for s in seqs], False)
         output.prompt_logprobs = seqs[0].prompt_logprobs
         return output, seqs
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        from inferax.engine.grammar import GrammarCompiler
+
+        return GrammarCompiler(self._tokenizer, self._config.vocab_size, reasoning_end=self._reasoning_end)
 
     def _detokenizer(self, params: SamplingParams, ids: list[int]) -> Detokenizer | None:
         if not params.detokenize:
