@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from inferax.engine.outputs import CompletionOutput as CompletionOutput
     from inferax.engine.outputs import RequestOutput as RequestOutput
     from inferax.engine.params import SamplingParams as SamplingParams
+    from inferax.engine.sampler import LogitsProcessor as LogitsProcessor
+    from inferax.engine.structured import StructuredOutputs as StructuredOutputs
     from inferax.errors import InferaxError as InferaxError
     from inferax.loaders.model import Model as Model
     from inferax.loaders.model import load as load
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "inferax.engine.llm",
     "SamplingParams": "inferax.engine.params",
+    "LogitsProcessor": "inferax.engine.sampler",
+    "StructuredOutputs": "inferax.engine.structured",
     "RequestOutput": "inferax.engine.outputs",
     "CompletionOutput": "inferax.engine.outputs",
     "InferaxError": "inferax.errors",
