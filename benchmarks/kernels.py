@@ -33,6 +33,8 @@ from inferax.ops.linear import linear, linear_reference
 from inferax.ops.logprobs import logprobs, logprobs_tiled
 from inferax.ops.norm import Norm, norm, norm_reference
 from inferax.ops.packed import Layout, PackedWeight
+from inferax.ops.sample import sample, sample_reference
+from inferax.ops.sampler_rows import sampler_rows
 
 MAIN_TYPES = ("float32", "bfloat16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 COPIES_BYTES = 64 << 20  # more than a core's caches hold
@@ -174,6 +176,29 @@ def bench_rows(seconds: float) -> None:
         )
 
 
+def bench_sample(seconds: float) -> None:
+    """GB/s counts the logits once; there are no multiply-adds to speak of."""
+    settings: dict[str, dict[str, float]] = {
+        "greedy": {"temperature": 0.0},
+        "temperature": {"temperature": 0.8},
+        "top_k top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+        "top_k top_p min_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+        "top_p": {"temperature": 0.8, "top_p": 0.9},
+    }
+    ours, theirs = jax.jit(sample), jax.jit(lambda x, rows: sample_reference(x, rows, None))
+    for count, vocab in ((1, 49_152), (16, 49_152), (16, 262_144)):
+        logits = jnp.asarray(np.random.default_rng(0).standard_normal((count, vocab), np.float32) * 3)
+        for name, values in settings.items():
+            rows = sampler_rows(count, seed=list(range(count)), **values)
+            report(
+                f"sample {count}x{vocab} {name}",
+                median_s([partial(ours, logits, rows)], seconds),
+                median_s([partial(theirs, logits, rows)], seconds),
+                num_bytes=logits.nbytes,
+                flops=0,
+            )
+
+
 def bench_model(source: str, seconds: float) -> None:
     from inferax.loaders.model import load
     from inferax.models import decoder
@@ -214,6 +239,7 @@ def main() -> None:
     bench_linear(types, options.seconds)
     bench_attention(options.seconds)
     bench_rows(options.seconds)
+    bench_sample(options.seconds)
     if options.model is not None:
         bench_model(options.model, options.seconds)
 

@@ -16,7 +16,7 @@ from jaxtyping import Float32 as F32
 STAGES = ("penalties", "dry", "top_n_sigma", "temperature", "typical_p", "min_p", "top_k", "top_p", "xtc")
 OWN_CONTEXT = -2  # of penalty_last_n: presence and frequency count the answer, repetition prompt and answer
 
-# Each field with its neutral value. The native kernel has the same order in kernels/cpu/sample.cc.
+# Each field with its neutral value. The native kernel has the same order in kernels/cpu/tier.h, and refuses another.
 INTS: dict[str, int] = {
     "slot": 0,  # of the memory
     "position": 0,  # of the token to be sampled
