@@ -199,12 +199,9 @@ class _Tokens:
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos: int) -> None:
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, eos
         self.bos_token_id = self.unk_token_id = None
-        self._of_byte = {token[0]: i for i, token in reversed(list(enumerate(tokens))) if len(token) == 1}
 
     def __call__(self, text: bytes | str) -> list[int]:
-        # Used for tokens that are forced, which are not asked for here; single bytes are right, if not canonical.
-        data = text.encode() if isinstance(text, str) else text
-        return [self._of_byte[byte] for byte in data if byte in self._of_byte]
+        return []  # only forced text is tokenized, and none is forced
 
 
 def _read(tokenizer: Tokenizer, vocab_size: int, end: str | Sequence[int] | None) -> _Vocabulary:
@@ -226,7 +223,7 @@ def _read(tokenizer: Tokenizer, vocab_size: int, end: str | Sequence[int] | None
         eos_token=list(eos_ids),
         slices=LLTokenizer.json_slices(),
     )
-    marker: bytes | tuple[int, ...] | None = end.encode() if isinstance(end, str) else end and tuple(end)
+    marker: bytes | tuple[int, ...] = end.encode() if isinstance(end, str) else tuple(end or ())
     overruns: dict[int, Row] = {}
     if isinstance(marker, bytes):
         for come in range(len(marker)):
@@ -259,14 +256,27 @@ def _source(spec: StructuredOutputs) -> str:
         options: dict[str, Any] = {"lenient": False, "whitespace_flexible": not spec.disable_any_whitespace}
         if spec.whitespace_pattern is not None:
             options["whitespace_pattern"] = spec.whitespace_pattern
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))  # type: ignore[arg-type]
-    if spec.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(str(spec.regex)))
-    if spec.kind == "choice":
-        return str(LLMatcher.grammar_from_regex("|".join(map(_literal, spec.choice or ()))))
-    if spec.kind == "structural_tag":
-        return _tags(spec)
-    return str(LLMatcher.grammar_from_lark(_lark(str(spec.grammar))))
+        made = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
+        lark = f"start: %json {json.dumps(json.loads(made)['grammars'][0]['json_schema'])}"
+    elif spec.kind in ("regex", "choice"):
+        pattern = spec.regex if spec.kind == "regex" else "|".join(map(_literal, spec.choice or ()))
+        lark = json.loads(LLMatcher.grammar_from_regex(str(pattern)))["grammars"][0]["lark_grammar"]
+    elif spec.kind == "structural_tag":
+        lark = _tags(spec)
+    else:
+        lark = _lark(str(spec.grammar))
+    # Without this, text that only one way leads through may come in one spelling by tokens alone.
+    return f"{_OPTIONS.sub('', lark)}\n%llguidance {json.dumps(_options(lark) | {'no_forcing': True})}\n"
+
+
+_OPTIONS = re.compile(r"^[ \t]*%llguidance[ \t]*(\{.*\})[ \t]*$", re.MULTILINE)
+
+
+def _options(lark: str) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for text in _OPTIONS.findall(lark):
+        merged |= json.loads(text)
+    return merged
 
 
 def _tags(spec: StructuredOutputs) -> str:
@@ -285,7 +295,7 @@ def _closed(schema: Any) -> Any:
     """The schema with `additionalProperties: false` wherever an object says nothing of it."""
     if not isinstance(schema, dict):
         return [_closed(item) for item in schema] if isinstance(schema, list) else schema
-    closed = {}
+    closed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
             closed[key] = {name: _closed(inner) for name, inner in value.items()}
