@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from inferax.engine.backend import Backend
 from inferax.engine.build import build_engine
-from inferax.engine.loop import Event, run
+from inferax.engine.core import EngineCore, Event
+from inferax.engine.metrics import Metric, snapshot
 from inferax.engine.outputs import RequestMetrics, RequestOutput
 from inferax.engine.params import SamplingParams
 from inferax.engine.requests import Messages, Prompt, Rendered, Requests
@@ -18,7 +20,7 @@ from inferax.engine.runner import Runner
 from inferax.engine.sampler import LogitsProcessor
 from inferax.engine.scheduler import Policy
 from inferax.engine.sequence import Sequence as Seq
-from inferax.errors import RequestError
+from inferax.errors import EngineError, RequestError
 from inferax.loaders.model import Model
 from inferax.loaders.progress import progress_class
 from inferax.ops.linear import Compute
@@ -37,6 +39,7 @@ class LLM:
     enable_prefix_caching: whether prompts reuse the pages of earlier ones with the same beginning.
     seed: makes the seeds of requests without one reproducible.
     logits_processors: what requests may name in `SamplingParams.logits_processors`; compiled into the sampler.
+    reasoning_end: text or token ids at which a reasoning block ends; `structured_outputs` holds from there on.
     progress: bars on stderr while fetching, loading and compiling.
     Raises LoadError or SourceError for a model that cannot be loaded, RequestError for an impossible size.
     """
@@ -57,6 +60,7 @@ class LLM:
         seed: int | None = None,
         progress: bool = False,
         logits_processors: Sequence[LogitsProcessor] = (),
+        reasoning_end: str | Sequence[int] | None = None,
         backend: Backend | None = None,
     ) -> None:
         self._progress = progress
@@ -78,18 +82,28 @@ class LLM:
         )
         self.model, self.config, self.max_model_len = engine.model, engine.config, engine.max_model_len
         self.tokenizer = self.model.tokenizer
-        self._runner, self._scheduler = engine.runner, engine.scheduler
-        self._requests = Requests(self.model, self.max_model_len, seed, self._runner.processors)
+        self._core = EngineCore(engine.runner, engine.scheduler)
+        self._requests = Requests(self.model, self.max_model_len, seed, self.runner.processors, reasoning_end)
+        self._events: dict[str, deque[Event]] = {}
         self._count = 0
 
     @property
     def backend(self) -> Backend:
-        return self._runner.backend
+        return self.runner.backend
 
     @property
     def runner(self) -> Runner:
         """What holds the device's side; for tests and measurements."""
-        return self._runner
+        return self._core.runner
+
+    @property
+    def core(self) -> EngineCore:
+        """What runs the requests; for tests and measurements."""
+        return self._core
+
+    def metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms of what ran so far."""
+        return snapshot(self._core)
 
     def generate(
         self,
@@ -101,7 +115,8 @@ class LLM:
         """Completes prompts: strings, lists of token ids, or {"prompt": …} / {"prompt_token_ids": …}.
 
         Returns one RequestOutput per prompt, in order. Raises RequestError before anything runs where a prompt or a
-        parameter is wrong.
+        parameter is wrong; StepError or EngineDeadError where a request failed, once all others have finished: the
+        error's `outputs` holds them all, and each that failed has an `error`.
         """
         many = _prompts(prompts)
         return self._run([self._requests.prompt(p) for p in many], _params(sampling_params, len(many)), use_tqdm)
@@ -134,16 +149,21 @@ class LLM:
     def stream(
         self, prompt: Prompt | Rendered, sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[str, RequestOutput]]:
-        """Completes one prompt (or one rendered by `render`), giving new text and the output so far at every token."""
+        """Completes one prompt (or one rendered by `render`), giving new text and the output so far at every token.
+
+        Streams may be read in turns, and run together then. One that is left early ends its request. Raises as
+        `generate` does, at the end.
+        """
         ((request, seqs),) = self._make([self._requests.prompt(prompt)], _params(sampling_params, 1))
         started = time.perf_counter()
         first = None
-        for event in run(self._runner, seqs, self._scheduler):
+        for event in self._drive([(request, seqs)]):
             now = time.perf_counter() - started
             first = now if first is None else first
             request.finished = all(s.finished for s in seqs)
             request.metrics = RequestMetrics(first, now)
             yield event.text, request
+        _raise_failed([request])
 
     def render(self, messages: Messages, **kwargs: Any) -> Rendered:
         """A conversation as the text and token ids that the model sees. Never doubles the BOS token.
@@ -165,28 +185,55 @@ class LLM:
         self, prompts: Sequence[Rendered], params: Sequence[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
         requests = self._make(prompts, params)
-        by_id = {output.request_id: (output, seqs) for output, seqs in requests}
+        unfinished = {output.request_id: len(seqs) for output, seqs in requests}
         first: dict[str, float] = {}
         started = time.perf_counter()
-        bar = progress_class(use_tqdm)(total=len(requests), desc="Prompts", unit="prompt")
-        with bar:
-            for event in run(self._runner, [s for _, seqs in requests for s in seqs], self._scheduler):
-                self._note(event, by_id, first, started, bar)
-        return [output for output, _ in requests]
+        by_id = {output.request_id: output for output, _ in requests}
+        with progress_class(use_tqdm)(total=len(requests), desc="Prompts", unit="prompt") as bar:
+            for event in self._drive(requests):
+                request_id = event.seq.request_id
+                now = time.perf_counter() - started
+                first.setdefault(request_id, now)
+                unfinished[request_id] -= event.finished
+                if not unfinished[request_id]:
+                    by_id[request_id].finished = True
+                    by_id[request_id].metrics = RequestMetrics(first[request_id], now)
+                    bar.update(1)
+        outputs = [output for output, _ in requests]
+        _raise_failed(outputs)
+        return outputs
 
-    def _note(self, event: Event, by_id: Mapping[str, Any], first: dict[str, float], started: float, bar: Any) -> None:
-        request_id = event.seq.request_id
-        now = time.perf_counter() - started
-        first.setdefault(request_id, now)
-        output, seqs = by_id[request_id]
-        if event.seq.finished and all(s.finished for s in seqs):
-            output.finished = True
-            output.metrics = RequestMetrics(first[request_id], now)
-            bar.update(1)
+    def _drive(self, requests: Sequence[tuple[RequestOutput, list[Seq]]]) -> Iterator[Event]:
+        """Runs requests to their end, and gives their events. What others have under way runs along."""
+        events: deque[Event] = deque()
+        left = sum(len(seqs) for _, seqs in requests)
+        try:
+            for output, seqs in requests:
+                self._events[output.request_id] = events
+                self._core.add(seqs)
+            while left:
+                while events:
+                    event = events.popleft()
+                    left -= event.finished
+                    yield event
+                if left:
+                    for event in self._core.step():
+                        self._events[event.seq.request_id].append(event)
+        finally:
+            for output, _ in requests:
+                self._events.pop(output.request_id, None)
+                self._core.abort(output.request_id)
 
     def _announce(self, program: str) -> None:
         if self._progress:
             print(f"Compiling {program.split('(')[0]} …", file=sys.stderr, flush=True)
+
+
+def _raise_failed(outputs: list[RequestOutput]) -> None:
+    for output in outputs:
+        if isinstance(output.error, EngineError):
+            output.error.outputs = outputs
+            raise output.error
 
 
 def _params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

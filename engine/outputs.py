@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+from inferax.errors import InferaxError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,10 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One sample of a request. `stop_reason` is the stop string or token id that ended it, None for EOS."""
+    """One sample of a request. `stop_reason` is the stop string or token id that ended it, None for EOS.
+
+    `error` is why it ended where `finish_reason` is "error"; the tokens until then are good.
+    """
 
     index: int
     text: str
@@ -30,6 +35,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     seed: int | None = None
+    error: InferaxError | None = None
 
     @property
     def finished(self) -> bool:
@@ -55,3 +61,34 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def error(self) -> InferaxError | None:
+        """The error of the first sample that failed."""
+        return next((out.error for out in self.outputs if out.error is not None), None)
+
+
+@dataclass(frozen=True)
+class CompletionDelta:
+    """What is new of one sample. `finish_reason`, `stop_reason` and `error` come with its last tokens."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: InferaxError | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of a request, and all of it so far. One delta covers as many steps as the reader was behind."""
+
+    outputs: list[CompletionDelta]
+    request: RequestOutput
+
+    @property
+    def text(self) -> str:
+        """The new text, of all samples that have some; for requests with one sample."""
+        return "".join(out.text for out in self.outputs)

@@ -122,7 +122,29 @@ class Pages:
     pools: list[PagePool] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """All pages are free and empty, as after the cache's memory was lost. Tables that were given out are void."""
         self.pools = [PagePool(count) for count in self.num_pages]
+
+    @property
+    def usage(self) -> float:
+        """The share of pages that sequences hold, in the group that is fullest."""
+        return max(1 - pool.num_free / pool.num_pages for pool in self.pools)
+
+    def fits(self, length: int) -> bool:
+        """Whether a sequence of `length` tokens could be computed if nobody else held pages."""
+        size = self.page_size
+        needs = (
+            -(-length // size) if window is None else min(-(-length // size), (window + size - 2) // size + 1)
+            for window in self.windows
+        )
+        return all(need <= pool.num_pages for need, pool in zip(needs, self.pools, strict=True))
+
+    def reach(self, tables: Sequence[list[int]]) -> int:
+        """The length in tokens up to which `grow` would succeed."""
+        return (len(tables[0]) + min(pool.num_free for pool in self.pools)) * self.page_size
 
     def first_block(self, group: int, position: int) -> int:
         """The first block that a row at `position` still sees."""
@@ -199,7 +221,7 @@ class Pages:
                     pool.publish(table[block], digest)
 
     def reset(self) -> None:
-        """Forgets every cached prefix, as after the cache's memory was lost."""
+        """Forgets every cached prefix; pages in use stay in use."""
         for pool in self.pools:
             pool.forget_all()
 

@@ -40,6 +40,7 @@ class StepResult:
     samples: list[Chunk]  # chunks after which a token is sampled, in the order of the rows
     num_rows: int
     rows: Any = None
+    failed: list[tuple[Seq, Exception]] = field(default_factory=list)  # whose grammar gave no mask
     copies: dict[str, HostCopy] = field(default_factory=dict)
     # Chunks whose prompts are scored, with their first row; and the scores of all rows.
     scored: list[tuple[Chunk, int]] = field(default_factory=list)
@@ -93,6 +94,7 @@ class Runner:
             return cache, empty_state(s.max_seqs, c.vocab_size, s.context, self.processors)
 
         cache = f"{shapes}, {jnp.dtype(self.cache_dtype).name}"
+        self._cache = self._state = None  # so that there are never two
         name = f"empty cache({cache}, {s.max_seqs}, {c.vocab_size}, {s.context}, {self._processor_key})"
         self._cache, self._state = self._program("empty", lambda: self.backend.compile(zeros, name=name))()
 
@@ -271,6 +273,10 @@ class Runner:
             return self._no_masks(step.num_rows)
         masks = np.zeros((step.num_rows, words_for(self.config.vocab_size)), np.uint32)
         for row, seq in zip(masks, step.sampled, strict=False):
-            if seq.grammar is not None:
+            if seq.grammar is None or seq.finished:
+                continue
+            try:
                 seq.grammar.fill_mask(row.view(np.int32))
+            except Exception as error:
+                step.failed.append((seq, error))
         return masks

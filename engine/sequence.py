@@ -161,6 +161,14 @@ class Sequence:
             self._held += self.detokenizer.flush()
         return self._release()
 
+    def flush(self) -> str:
+        """Text that was held back, where the sequence ends for a reason that is not in its tokens."""
+        if self.detokenizer is None:
+            return ""
+        text, self._held = self._held + self.detokenizer.flush(), ""
+        self.output.text += text
+        return text
+
     def _release(self) -> str:
         """Held text up to a stop string, or up to what may still become one."""
         out = self.output

@@ -108,8 +108,8 @@ def test_a_wrong_prompt(llm: inferax.LLM, prompt: Any, message: str) -> None:
         ("stop", [1]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("ignore_eos", 1),
         ("presence_penalty", 2.5), ("frequency_penalty", -3), ("repetition_penalty", 0), ("min_tokens", -1),
         ("min_tokens", 17), ("logit_bias", {1: 200.0}), ("logit_bias", {-1: 2.0}), ("logit_bias", {"a": 2.0}),
-        ("allowed_token_ids", []), ("allowed_token_ids", [-5]), ("bad_words", ["x"]),
-        ("structured_outputs", {"json": {}}), ("prompt_logprobs", 21),
+        ("allowed_token_ids", []), ("allowed_token_ids", [-5]), ("bad_words", "x"),
+        ("bad_words", [""]), ("prompt_logprobs", 21),
     ],
 )  # fmt: skip
 def test_a_wrong_parameter_is_refused_by_name(field: str, value: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from inferax.engine.loop import run, scheduler_for
 from inferax.engine.params import SamplingParams
 from inferax.engine.runner import Runner
+from inferax.errors import StepError
 from inferax.models import decoder
 from tests.engine.tiny import CONFIG, engine, random_params, request
 
@@ -158,19 +159,21 @@ def test_leaving_early_aborts_and_frees(runner: Runner) -> None:
 def test_a_failing_step_rebuilds_the_cache(greedy: list[int]) -> None:
     runner = engine()
     scheduler = scheduler_for(runner.shape, CONFIG.windows)
-    step, calls = runner.step, 0
+    forward, calls = runner.forward, 0
 
     def failing(chunks: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise RuntimeError("the device is gone")
-        return step(chunks)
+        return forward(chunks)
 
-    runner.step = failing  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        for _ in run(runner, [request(PROMPT, GREEDY)], scheduler):
+    runner.forward = failing  # type: ignore[method-assign]
+    seq = request(PROMPT, GREEDY)
+    with pytest.raises(StepError, match="'forward': RuntimeError: the device is gone"):
+        for _ in run(runner, [seq], scheduler):
             pass
+    assert (seq.output.finish_reason, seq.output.token_ids) == ("error", greedy[:2]), "what was sampled is kept"
     scheduler.check_integrity()
     seq = request(PROMPT, GREEDY)
     for _ in run(runner, [seq], scheduler):
