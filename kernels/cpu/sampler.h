@@ -161,7 +161,8 @@ class Sampler {
 
   // Where a token's score is, or -1.
   int64_t Find(int64_t token) const {
-    if (token < 0 || token >= vocab_ || dense_) return token < vocab_ ? token : -1;
+    if (token < 0 || token >= vocab_) return -1;
+    if (dense_) return token;
     int64_t low = 0, high = n_;
     while (low < high) {
       const int64_t middle = (low + high) / 2;
@@ -242,7 +243,9 @@ class Sampler {
 
   // The largest number among x from which on the weights (1 where w is null) add up to `wanted`.
   float Floor(const float* x, const float* w, double wanted) {
-    // It is in [low, high), and the numbers from high on weigh `above`. No number is >= NaN: there is no end.
+    // It is in [low, high), and the numbers from high on weigh `above`. No number is >= NaN: there is no end. Each pass
+    // narrows that to what is between two of the pivots: steps that double with the distance from the largest, then even
+    // ones.
     float low = -__builtin_inff(), high = __builtin_nanf("");
     double above = 0;
     if (n_ > kMany) {
@@ -292,7 +295,7 @@ class Sampler {
     constexpr int64_t kFew = 32;
     double above = 0;
     for (int shift = 21; shift >= 0 && n > kFew; shift = shift == 21 ? 10 : shift - 10) {
-      n = Narrow(w, n, wanted, above, [=](int64_t j) { return Key(x[j]) >> shift & (kBuckets - 1); });
+      n = Narrow(x, w, n, shift, wanted, above);
     }
     for (int64_t i = 1; i < n; ++i) {
       const int32_t j = list_[i];
@@ -305,18 +308,18 @@ class Sampler {
     return n == 0 ? -__builtin_inff() : x[list_[i]];
   }
 
-  // Leaves of list_ the one bucket in which the weights from the last bucket down get to `wanted`, and adds what is in
-  // the buckets after it to `above`.
-  template <typename F>
-  int64_t Narrow(const float* w, int64_t n, double wanted, double& above, F&& bucket_of) {
+  // Leaves of list_ the one bucket in which the weights from the last bucket down get to `wanted`, or the first bucket
+  // where by rounding they do not, and adds what is in the buckets after it to `above`. Returns how many are left.
+  int64_t Narrow(const float* x, const float* w, int64_t n, int shift, double wanted, double& above) {
+    const auto bucket_of = [=](int64_t j) { return static_cast<int64_t>(Key(x[j]) >> shift & (kBuckets - 1)); };
     std::memset(histogram_, 0, 2 * kBuckets * sizeof(double));
     for (int64_t i = 0; i < n; ++i) {
       const int64_t j = list_[i];
       histogram_[2 * bucket_of(j) + i % 2] += w == nullptr ? 1.0 : w[j];
     }
-    int64_t bucket = kBuckets - 1, lowest = 0;
+    int64_t lowest = 0;
     double up_to = above;
-    for (; bucket >= 0; --bucket) {
+    for (int64_t bucket = kBuckets - 1; bucket >= 0; --bucket) {
       const double here = histogram_[2 * bucket] + histogram_[2 * bucket + 1];
       if (here == 0) continue;
       above = up_to;
