@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import numpy as np
 from inferax.ops import cpu
 from inferax.ops.attention import AttentionSpec, attention, attention_blockwise
 from inferax.ops.batch import Batch
+from inferax.ops.cache import cache_shape
 from inferax.ops.ggml import TYPES
 from inferax.ops.linear import linear, linear_reference
 from inferax.ops.logprobs import logprobs, logprobs_tiled
@@ -124,14 +126,14 @@ def decode_batch(seqs: int, context: int, new: int, page_size: int = 16) -> Batc
 def bench_attention(seconds: float) -> None:
     h, k, e = 9, 3, 64  # SmolLM2 135M
     spec = AttentionSpec(h, k, e, scale=0.125)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        for seqs, context, new in ((1, 512, 1), (1, 4096, 1), (16, 1024, 1), (1, 512, 512), (1, 2048, 512)):
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn):
+        for seqs, context, new in ((1, 512, 1), (1, 8192, 1), (16, 1024, 1), (1, 512, 512), (1, 2048, 512)):
             batch = decode_batch(seqs, context, new)
             qkv = jnp.asarray(np.random.default_rng(0).standard_normal((seqs * new, (h + 2 * k) * e), np.float32))
 
             def timed(function: Callable[..., Any], batch: Batch = batch, qkv: Any = qkv, dtype: Any = dtype) -> float:
                 step = jax.jit(function, donate_argnums=1)
-                state = [jnp.zeros((int(batch.page_table[0].size), 16, 2, k, e), dtype)]
+                state = [jnp.zeros(cache_shape(int(batch.page_table[0].size), 16, k, e, dtype), dtype)]
 
                 def call() -> Any:
                     out, state[0] = step(qkv, state[0], batch)
@@ -144,7 +146,7 @@ def bench_attention(seconds: float) -> None:
                 f"attention {seqs}x{new} at {context} {jnp.dtype(dtype).name}",
                 timed(lambda q, c, b: attention(q, c, b, spec)),
                 timed(lambda q, c, b: attention_blockwise(q, c, b, None, None, None, spec=spec)),
-                num_bytes=seqs * context * 2 * k * e * jnp.dtype(dtype).itemsize,
+                num_bytes=seqs * prod(cache_shape(1, context, k, e, dtype)) * jnp.dtype(dtype).itemsize,
                 flops=4 * seen * h * e,
             )
 

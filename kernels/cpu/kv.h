@@ -1,6 +1,7 @@
 // How the cache holds a head's numbers; ops/cache.py states it.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
