@@ -1,12 +1,14 @@
 """inferax: a pure-JAX inference engine for large language models with a functional core.
 
-`inferax.load` gives a model as pure functions over a pytree of weights; `inferax.LLM` runs batches of requests.
+`inferax.load` gives a model as pure functions over a pytree of weights; `inferax.LLM` runs batches of requests, and
+`inferax.AsyncEngine` serves many at once.
 Names resolve on first use, so importing `inferax` costs nothing.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inferax.engine.async_engine import AsyncEngine as AsyncEngine
     from inferax.engine.llm import LLM as LLM
     from inferax.engine.outputs import CompletionOutput as CompletionOutput
     from inferax.engine.outputs import RequestOutput as RequestOutput
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from inferax.loaders.model import load as load
 
 _HOMES = {
+    "AsyncEngine": "inferax.engine.async_engine",
     "LLM": "inferax.engine.llm",
     "SamplingParams": "inferax.engine.params",
     "LogitsProcessor": "inferax.engine.sampler",

@@ -64,7 +64,7 @@ class EngineCore:
     ) -> None:
         self.runner, self.scheduler, self.metrics = runner, scheduler, Metrics()
         self.dead: EngineDeadError | None = None
-        self._max_failures, self._clock = max_failures, clock
+        self._max_failures, self.clock = max_failures, clock
         self._live: dict[str, dict[Sequence, Timing]] = {}
         self._flight: _Flight | None = None
         self._ended: list[Sequence] = []  # in this step; they keep their slots while a program may name them
@@ -74,7 +74,7 @@ class EngineCore:
         self._last_failure: tuple[str, type] | None = None
         self._failures = 0
         for seq in scheduler.live:
-            self._live.setdefault(seq.request_id, {})[seq] = Timing(self._clock())
+            self._live.setdefault(seq.request_id, {})[seq] = Timing(self.clock())
 
     @property
     def idle(self) -> bool:
@@ -88,7 +88,7 @@ class EngineCore:
         if self.dead is not None:
             raise self.dead
         self.scheduler.check(seqs)
-        timing = self._clock() if arrived is None else arrived
+        timing = self.clock() if arrived is None else arrived
         for seq in seqs:
             self._live.setdefault(seq.request_id, {})[seq] = Timing(timing)
             self.scheduler.add(seq)
@@ -130,8 +130,17 @@ class EngineCore:
         assert live == set(self.scheduler.live), "the scheduler's sequences are not the live ones"
         assert not any(seq.finished for seq in live), "a finished sequence is live"
 
+    def repair(self) -> None:
+        """Checks the integrity, and starts over with empty pages where it does not hold. For idle moments."""
+        try:
+            self.check_integrity()
+        except AssertionError:
+            _log.exception("the scheduler's state was wrong; it was rebuilt")
+            self.metrics.step_failures += 1
+            self._restart()
+
     def _advance(self, events: list[Event]) -> None:
-        started = self._clock()
+        started = self.clock()
         self._stage, self._suspects = "schedule", []
         plan = self.scheduler.schedule()
         chunks, enqueued = plan.chunks, None
@@ -155,7 +164,7 @@ class EngineCore:
         if self._flight is not None:
             self._retire(events)
         self._flight = enqueued
-        self.metrics.histograms["step_time_seconds"].observe(self._clock() - started)
+        self.metrics.histograms["step_time_seconds"].observe(self.clock() - started)
 
     def _retire(self, events: list[Event]) -> None:
         """Reads the results of the step in flight and gives them to its sequences."""
@@ -171,7 +180,7 @@ class EngineCore:
             self._suspects = [chunk.seq]
             take_scores(chunk, first, results.scores)
         metrics, given = self.metrics, 0
-        metrics.begin(self._clock())
+        metrics.begin(self.clock())
         for row, chunk in enumerate(samples):
             seq = chunk.seq
             if seq.finished:  # it ended at the token before; this one is of no use
@@ -221,7 +230,7 @@ class EngineCore:
 
     def _done(self, seq: Sequence) -> None:
         siblings = self._live[seq.request_id]
-        self.metrics.done(seq, siblings.pop(seq), self._clock())
+        self.metrics.done(seq, siblings.pop(seq), self.clock())
         if not siblings:
             del self._live[seq.request_id]
         self._ended.append(seq)
