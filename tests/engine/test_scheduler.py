@@ -49,11 +49,15 @@ class Device:
     in_flight: list[tuple[Sequence, int]] = field(default_factory=list)
     plans: list[list[tuple[str, int, int, bool]]] = field(default_factory=list)
 
-    def step(self) -> Plan:
+    def step(self, fault: str | None = None) -> Plan:
+        """One step. fault: it fails when it is enqueued, or the one before it when it is read."""
         pages, budget = self.scheduler.pages, self.scheduler.max_batched_tokens
         plan = self.scheduler.schedule()
         assert sum(c.stop - c.start for c in plan.chunks) <= budget
         assert len({id(c.seq) for c in plan.chunks}) == len(plan.chunks) <= self.scheduler.max_seqs
+        if fault is not None and plan.chunks:
+            self.fail(plan, fault)
+            return plan
         enqueued = []
         for chunk in plan.chunks:
             history = self.histories.setdefault(id(chunk.seq), tuple(chunk.seq.prompt))
@@ -88,6 +92,24 @@ class Device:
                 if seq.finished:
                     self.scheduler.finish(seq)
         self.in_flight = []
+
+    def fail(self, plan: Plan, fault: str) -> None:
+        """As the engine core does it: the cache is lost, those at fault end, and the others begin anew."""
+        if fault == "enqueue":
+            self.retire()
+            lost = [chunk.seq for chunk in plan.chunks]
+        else:
+            self.scheduler.commit(plan)
+            lost, self.in_flight = [seq for seq, _ in self.in_flight], []
+        live = self.scheduler.live
+        for seq in lost:
+            if not seq.finished:
+                seq.output.finish_reason = "error"
+        self.scheduler.restart(sorted((seq for seq in live if not seq.finished), key=lambda seq: seq.arrival))
+        self.contents.clear()
+        for seq in live:
+            self.histories[id(seq)] = tuple(seq.tokens)
+        self.scheduler.check_integrity()
 
     def run(self) -> None:
         while not self.scheduler.idle or self.in_flight:
@@ -127,6 +149,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, object]:
         "budget": draw(st.integers(1, 40)),
         "policy": draw(st.sampled_from(["fcfs", "priority", "lpm"])),
         "caching": draw(st.booleans()),
+        "faults": draw(st.dictionaries(st.integers(0, 40), st.sampled_from(["enqueue", "read"]), max_size=3)),
         "requests": requests,
     }
 
@@ -160,7 +183,7 @@ def play(scenario: dict[str, object]) -> tuple[Device, list[Sequence]]:
                 seqs[i].output.finish_reason = "abort"
                 device.scheduler.finish(seqs[i])
         waited = bool(device.in_flight) or device.scheduler.idle
-        assert device.step().chunks or waited, "nothing runs and something waits"
+        assert device.step(scenario["faults"].get(now)).chunks or waited, "nothing runs and something waits"
         now += 1
         assert now < 2000, "it does not end"
     return device, seqs
@@ -173,7 +196,7 @@ def test_every_request_ends_with_its_own_tokens(scenario: dict[str, object]) -> 
     device, seqs = play(scenario)
     for seq in seqs:
         truth = expected(list(seq.prompt), seq.max_tokens)
-        if seq.output.finish_reason == "abort":
+        if seq.output.finish_reason in ("abort", "error"):
             assert seq.output.token_ids == truth[: len(seq.output.token_ids)]
         else:
             assert (seq.output.finish_reason, seq.output.token_ids) == ("length", truth)
