@@ -9,7 +9,8 @@ import pytest
 
 import inferax
 from inferax import SamplingParams
-from inferax.errors import RequestError
+from inferax.errors import RequestError, StepError
+from tests.engine.harness import failing
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -136,3 +137,39 @@ def test_an_unknown_parameter_is_refused_by_name() -> None:
 def test_an_impossible_engine(llm: inferax.LLM, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         inferax.LLM(llm.model, **arguments)
+
+
+def test_streams_read_in_turns_run_together(llm: inferax.LLM) -> None:
+    texts = ["One", "The capital of France is"]
+    alone = [output.outputs[0].text for output in llm.generate(texts, GREEDY)]
+    got = ["", ""]
+    streams = [llm.stream(text, GREEDY) for text in texts]
+    for first, second in zip(*streams, strict=True):
+        got = [got[0] + first[0], got[1] + second[0]]
+        assert llm.generate("Between", SamplingParams(temperature=0, max_tokens=1))[0].finished
+    assert got == alone
+
+
+def test_a_failing_step_raises_when_all_others_have_finished(llm: inferax.LLM) -> None:
+    texts = [f"Number {i} of ten is" for i in range(10)]
+    alone = [output.outputs[0].token_ids for output in llm.generate(texts, GREEDY)]
+    with failing(llm.runner, "forward", lambda n: n == 2, RuntimeError("the device is gone")):
+        with pytest.raises(StepError, match="the device is gone") as caught:
+            llm.generate(texts, GREEDY)
+    assert len(caught.value.outputs) == 10
+    failed = [output.error is not None for output in caught.value.outputs]
+    assert 1 <= sum(failed) <= 4
+    for output, want, bad in zip(caught.value.outputs, alone, failed, strict=True):
+        assert output.finished
+        assert output.outputs[0].finish_reason == "error" if bad else output.outputs[0].token_ids == want
+    assert [output.outputs[0].token_ids for output in llm.generate(texts, GREEDY)] == alone
+
+
+def test_an_interrupt_leaves_a_usable_engine(llm: inferax.LLM) -> None:
+    want = llm.generate("Still", GREEDY)[0].outputs[0].token_ids
+    with failing(llm.runner, "sample", lambda n: n == 3, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        llm.generate(["Still", "Here"] * 4, GREEDY)
+    assert llm.core.scheduler.live == []
+    llm.core.check_integrity()
+    assert llm.generate("Still", GREEDY)[0].outputs[0].token_ids == want
+    assert {metric.name: metric.value for metric in llm.metrics()}["num_requests_running"] == 0
