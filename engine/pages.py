@@ -120,8 +120,10 @@ class Pages:
     caching: bool = True
     stats: PrefixStats = field(default_factory=PrefixStats)
     pools: list[PagePool] = field(init=False)
+    windowed: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.windowed = any(window is not None for window in self.windows)
         self.clear()
 
     def clear(self) -> None:

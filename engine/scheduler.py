@@ -135,7 +135,7 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """The next step. Pages are taken at once; `commit` says that the step was enqueued."""
-        budget = self.max_batched_tokens
+        budget, size = self.max_batched_tokens, self.pages.page_size
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
         admitted: list[Sequence] = []
@@ -145,10 +145,10 @@ class Scheduler:
             if seq.slot < 0 or not seq.wants_compute:  # preempted in this loop, or waiting for its last token
                 continue
             self.looking_at = seq
-            stop = seq.computed + min(seq.known - seq.computed, budget)
+            stop = min(seq.known, seq.computed + budget)
             if len(self.running) == 1:
                 stop = self._within_reach(seq, stop)
-            if not self._make_room(seq, stop, preempted):
+            if stop > len(seq.tables[0]) * size and not self._make_room(seq, stop, preempted):
                 continue
             chunks.append(self._chunk(seq, stop))
             budget -= stop - seq.computed
@@ -161,12 +161,15 @@ class Scheduler:
 
     def commit(self, plan: Plan) -> None:
         """The plan's step was enqueued: what it computes counts as computed, and full blocks can be found."""
+        size = self.pages.page_size
         for chunk in plan.chunks:
             seq = chunk.seq
             seq.computed = chunk.stop
             seq.pending += chunk.samples
-            self._publish(seq)
-            self.pages.trim(seq.tables, seq.held_from, seq.computed)
+            if chunk.stop // size > seq.published:
+                self._publish(seq)
+            if self.pages.windowed:
+                self.pages.trim(seq.tables, seq.held_from, seq.computed)
 
     def finish(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it is; its pages stay findable."""
