@@ -258,7 +258,7 @@ def test_a_step_that_hangs_is_marked_and_others_resume() -> None:
             gate.wait(20)
             return forward(chunks)
 
-        async with serving(engine, watchdog_s=0.3) as served:
+        async with serving(engine, watchdog_s=0.6) as served:
             assert (await collect(served, PROMPT, SHORT))[-1].request.finished
             engine.runner.forward = hanging  # type: ignore[method-assign]
             try:

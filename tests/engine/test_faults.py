@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -136,6 +137,33 @@ def test_who_is_in_the_step_and_who_is_not() -> None:
     assert sum(event.finished for event in events) == 4 and not engine.scheduler.running
     drain(engine)
     assert [seq.output.finish_reason for seq in seqs[4:]] == ["length"] * 2
+    assert_level(engine)
+
+
+def test_a_donated_cache_that_is_gone_is_rebuilt() -> None:
+    """A program that fails after it took the cache over leaves deleted buffers behind."""
+    engine, seqs = core(), [make(i) for i in range(6)]
+    forward, calls = engine.runner.forward, 0
+
+    def taking(chunks: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            for leaf in jax.tree.leaves(engine.runner._cache):
+                leaf.delete()
+        return forward(chunks)
+
+    engine.runner.forward = taking  # type: ignore[method-assign]
+    try:
+        for seq in seqs:
+            engine.add([seq])
+        drain(engine)
+    finally:
+        del engine.runner.forward
+    lost = [seq for seq in seqs if seq.output.finish_reason == "error"]
+    assert 1 <= len(lost) <= 4 and engine.metrics.step_failures == 1
+    for seq in seqs:
+        assert_begins_as_alone(seq) if seq in lost else assert_as_alone(seq)
     assert_level(engine)
 
 
