@@ -136,6 +136,7 @@ class AsyncEngine:
         max_waiting_tokens: int | None = None,
         watchdog_s: float = 60.0,
         seed: int | None = None,
+        reasoning_end: str | None = None,
         **arguments: Any,
     ) -> None:
         for name, value in (("max_waiting_requests", max_waiting_requests), ("max_waiting_tokens", max_waiting_tokens)):
@@ -145,7 +146,9 @@ class AsyncEngine:
         engine.scheduler.max_waiting, engine.scheduler.max_waiting_tokens = max_waiting_requests, max_waiting_tokens
         core = EngineCore(engine.runner, engine.scheduler)
         self.model, self.max_model_len = engine.model, engine.max_model_len
-        self._start(core, Requests(engine.model, engine.max_model_len, seed, engine.runner.processors), watchdog_s)
+        processors = engine.runner.processors
+        requests = Requests(engine.model, engine.max_model_len, seed, processors, reasoning_end)
+        self._start(core, requests, watchdog_s)
 
     @classmethod
     def over(cls, core: EngineCore, requests: Maker, *, watchdog_s: float = 60.0) -> AsyncEngine:
