@@ -136,7 +136,7 @@ class AsyncEngine:
         max_waiting_tokens: int | None = None,
         watchdog_s: float = 60.0,
         seed: int | None = None,
-        reasoning_end: str | None = None,
+        reasoning_end: str | SequenceType[int] | None = None,
         **arguments: Any,
     ) -> None:
         for name, value in (("max_waiting_requests", max_waiting_requests), ("max_waiting_tokens", max_waiting_tokens)):
