@@ -64,7 +64,11 @@ def build_engine(
         if value < 1:
             raise RequestError(name, f"{value} is less than 1")
     backend = backend or XlaBackend(programs=cache_folder() / "programs", on_compile=on_compile)
-    loaded = model if isinstance(model, Model) else load(model, dtype=dtype, revision=revision, progress=progress)
+    if isinstance(model, Model):
+        loaded = model
+    else:
+        pack_for = "cpu" if compute == "fast" else None
+        loaded = load(model, dtype=dtype, revision=revision, progress=progress, pack_for=pack_for)
     config = replace(loaded.config, compute=compute)
     cache_dtype = jnp.bfloat16 if compute == "fast" else jnp.float32
     shape = _shape(config, cache_dtype, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes)

@@ -58,9 +58,11 @@ def load(
     dtype: Any = None,
     revision: str | None = None,
     progress: bool = False,
+    pack_for: str | None = None,
 ) -> Model:
     """Loads a model from a path, a Hugging Face id, or (None) the built-in default model.
 
+    pack_for: "cpu" keeps packed weights in the form that its kernels read fastest; the same bytes in another order.
     dtype: converts floating matrices; packed ones stay packed. progress: bars on stderr while fetching and reading.
     Raises LoadError or SourceError, naming the file, what is wrong with it, and the remedy.
     """
@@ -68,11 +70,11 @@ def load(
     bar = progress_class(progress)(desc="Loading", unit="B", unit_scale=True, leave=False)
     with bar:
         if path.suffix == ".gguf":
-            return _load_gguf(path, dtype, bar)
-        return _load_safetensors(path, dtype, bar)
+            return _load_gguf(path, dtype, pack_for, bar)
+        return _load_safetensors(path, dtype, pack_for, bar)
 
 
-def _load_gguf(path: Path, dtype: Any, bar: Any) -> Model:
+def _load_gguf(path: Path, dtype: Any, pack_for: str | None, bar: Any) -> Model:
     file = open_gguf(path)
     try:
         config = gguf_config(file, path)
@@ -80,13 +82,13 @@ def _load_gguf(path: Path, dtype: Any, bar: Any) -> Model:
         tokenizer = tokenizer_from_gguf(file.metadata, path)
         template = template_from_gguf(file.metadata, path)
         bar.total = sum(info.nbytes for info in file.tensors.values())
-        params = load_params(config, table, file, path, progress=bar.update, dtype=dtype)
+        params = load_params(config, table, file, path, progress=bar.update, dtype=dtype, pack_for=pack_for)
     finally:
         file.close()
     return _checked(Model(config, params, tokenizer, template, path))
 
 
-def _load_safetensors(path: Path, dtype: Any, bar: Any) -> Model:
+def _load_safetensors(path: Path, dtype: Any, pack_for: str | None, bar: Any) -> Model:
     config = hf_config(path)
     table = family_of_hf(config_json(path).get("model_type"), str(path)).hf_names(config)
     source = open_safetensors(path)
@@ -94,7 +96,7 @@ def _load_safetensors(path: Path, dtype: Any, bar: Any) -> Model:
         tokenizer = load_tokenizer(path)
         template = load_template(path)
         bar.total = sum(info.nbytes for info in source.tensors.values())
-        params = load_params(config, table, source, path, progress=bar.update, dtype=dtype)
+        params = load_params(config, table, source, path, progress=bar.update, dtype=dtype, pack_for=pack_for)
     finally:
         source.close()
     return _checked(Model(config, params, tokenizer, template, path))

@@ -15,7 +15,7 @@ from inferax.loaders.tensors import TensorInfo, TensorSource
 from inferax.models.config import ModelConfig
 from inferax.models.weights import NameTable, Part, WeightEntry, weight_entries
 from inferax.ops.ggml import TYPES
-from inferax.ops.packed import Layout, PackedWeight
+from inferax.ops.packed import Layout, PackedWeight, pack
 
 # Tensors that files carry besides weights: buffers that the config already tells.
 _IGNORED = ("*rotary_emb.inv_freq", "*.masked_bias", "rope_freqs.weight", "rope_factors_*.weight")
@@ -31,9 +31,11 @@ def load_params(
     *,
     progress: Progress | None = None,
     dtype: Any = None,
+    pack_for: str | None = None,
 ) -> dict[str, Any]:
     """The params of `config`, read one leaf at a time.
 
+    pack_for: the platform in whose form packed weights are kept; None keeps the file's.
     Quantized tensors stay packed; floating matrices keep the file's dtype unless `dtype` is given; norms and biases
     become float32. `progress` is called with the bytes read since the last call.
     Raises one LoadError that lists every missing, unexpected and misshapen tensor.
@@ -42,7 +44,8 @@ def load_params(
     _check(config, entries, table, source, file)
     params: dict[str, Any] = {"layers": [{} for _ in config.layers]}
     for entry in entries:
-        leaf = _vectors(entry, config, table, source) if entry.vectors else _matrix(entry, config, table, source, dtype)
+        vectors = entry.vectors
+        leaf = _vectors(entry, config, table, source) if vectors else _matrix(entry, config, table, source, dtype, pack_for)
         _place(params, entry.path, leaf)
         if progress is not None:
             progress(sum(source.tensors[_name(table, p)].nbytes for p in entry.parts))
@@ -98,7 +101,7 @@ def _read(part: Part, config: ModelConfig, table: NameTable, source: TensorSourc
 
 
 def _matrix(
-    entry: WeightEntry, config: ModelConfig, table: NameTable, source: TensorSource, dtype: Any
+    entry: WeightEntry, config: ModelConfig, table: NameTable, source: TensorSource, dtype: Any, pack_for: str | None
 ) -> PackedWeight | jax.Array | tuple[PackedWeight | jax.Array, ...]:
     runs: list[tuple[str, list[np.ndarray]]] = []
     for part in entry.parts:
@@ -111,15 +114,22 @@ def _matrix(
             runs[-1][1].append(array)
         else:
             runs.append((kind, [array]))
-    leaves = tuple(_leaf(kind, arrays) for kind, arrays in runs)
+    if any(part.shape[0] % 16 for part in entry.parts):
+        pack_for = None  # a tile must not reach across the parts of a fused weight
+    leaves = tuple(_leaf(kind, arrays, pack_for) for kind, arrays in runs)
     return leaves[0] if len(leaves) == 1 else leaves
 
 
-def _leaf(kind: str, arrays: list[np.ndarray]) -> PackedWeight | jax.Array:
-    # A copy, so that no leaf keeps the file's mapping alive.
-    joined = np.concatenate(arrays, axis=0) if len(arrays) > 1 else np.array(arrays[0])
+def _leaf(kind: str, arrays: list[np.ndarray], pack_for: str | None) -> PackedWeight | jax.Array:
+    joined = np.concatenate(arrays, axis=0) if len(arrays) > 1 else arrays[0]
+    layout = Layout(kind) if kind in TYPES else None
+    if layout is not None and pack_for is not None:
+        packed = pack(PackedWeight(joined, layout), pack_for)  # type: ignore[arg-type]
+        joined, layout = np.asarray(packed.data), packed.layout
+    if joined is arrays[0]:
+        joined = joined.copy()  # so that no leaf keeps the file's mapping alive
     array = jax.device_put(joined)  # not jnp.asarray, which compiles a program for each shape
-    return PackedWeight(array, Layout(kind)) if kind in TYPES else array
+    return array if layout is None else PackedWeight(array, layout)
 
 
 def _vectors(entry: WeightEntry, config: ModelConfig, table: NameTable, source: TensorSource) -> jax.Array:

@@ -158,6 +158,7 @@ def logprobs(
         norm=final_norm(config, params),
         softcap=config.logit_softcap,
         scale=config.logit_scale,
+        compute=config.compute,
     )
 
 

@@ -43,6 +43,7 @@ from inferax.ops.sampler_rows import FLOATS, INTS, STAGES, SamplerMemory, Sample
 _DENSE = {"float32": 0, "float16": 1, "bfloat16": 30}
 _CACHES = (*_DENSE, "int8", "float8_e4m3fn")
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
+_TILED, _INT8 = 256, 512  # kTiled and kInt8 in kernels/cpu/handler.h
 _GRIDS = {"IQ1_M": "IQ1_S"} | {t: t for t in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")}
 # Positions per partition of the online softmax; see kKvPartition in kernels/cpu/tier.h.
 _PARTITION = 512
@@ -88,15 +89,16 @@ def _eps(norm: Norm | None) -> np.float32:
     return np.float32(0.0 if norm is None else norm.eps)
 
 
-def _weight(w: FusedWeight) -> tuple[list[Any], np.ndarray] | None:
+def _weight(w: FusedWeight, compute: Compute = "exact") -> tuple[list[Any], np.ndarray] | None:
     """The operands and ggml types of a weight's parts; None if the kernels can not read one."""
     arrays, types, grids = [], [], []
     for part in parts(w):
         if isinstance(part, PackedWeight):
-            if part.layout.form != "canonical" or part.data.ndim != 3:
+            if part.data.ndim != 3:
                 return None
             arrays.append(part.data)
-            types.append(TYPES[part.layout.type].id)
+            tiled = part.layout.form == "x16"
+            types.append(TYPES[part.layout.type].id | (_TILED * tiled) | (_INT8 * _quantizes(part, compute)))
             if part.layout.type in _GRIDS:
                 grids.append(grid(_GRIDS[part.layout.type]))
         else:
@@ -105,6 +107,22 @@ def _weight(w: FusedWeight) -> tuple[list[Any], np.ndarray] | None:
             arrays.append(part)
             types.append(_DENSE[part.dtype.name])
     return [*arrays, *grids], np.asarray(types, np.int32)
+
+
+def _quantizes(part: Weight, compute: Compute) -> bool:
+    """Whether a weight is multiplied with activations in int8."""
+    return compute == "fast" and isinstance(part, PackedWeight) and part.layout.form == "x16"
+
+
+def _inputs(rows: int, width: int, w: FusedWeight, norm: Norm | None, compute: Compute) -> list[jax.ShapeDtypeStruct]:
+    """Scratch for the rows that a product reads: as floats for some parts of a weight, quantized for others."""
+    copies = not all(_quantizes(part, compute) for part in parts(w)) and (norm is not None or width % 16 > 0)
+    return [_f32((rows, _padded(width)))] * copies + _quantized(rows, width, w, compute)
+
+
+def _quantized(rows: int, width: int, w: FusedWeight, compute: Compute) -> list[jax.ShapeDtypeStruct]:
+    size = (-(-rows // 8), width // 32, 128)  # QuantizedBytes in kernels/cpu/tier.h
+    return [_f32(size)] * any(_quantizes(part, compute) for part in parts(w))
 
 
 def norm(x: Array, weights: Norm, *, threads: int = 0, tier: int = -1) -> Any:
@@ -132,14 +150,11 @@ def linear(
     threads: int = 0,
     tier: int = -1,
 ) -> Any:
-    del compute
-    weight = _weight(w)
+    weight = _weight(w, compute)
     if weight is None:
         return NotImplemented
     rows, k = x.shape
-    results = [_f32((rows, out_width(w)))]
-    if norm is not None or k % 16:
-        results.append(_f32((rows, _padded(k))))
+    results = [_f32((rows, out_width(w))), *_inputs(rows, k, w, norm, compute)]
     # `has` counts a bit for gated_mlp's second bias too.
     vectors = (*_pair(norm), bias, None, residual, *_pair(post_norm))
     return jax.ffi.ffi_call("inferax_linear_v1", results)(
@@ -174,14 +189,16 @@ def gated_mlp(
     threads: int = 0,
     tier: int = -1,
 ) -> Any:
-    del compute
-    first, second = _weight(gate_up), _weight(down)
+    first, second = _weight(gate_up, compute), _weight(down, compute)
     if first is None or second is None:
         return NotImplemented
     rows, width = x.shape
-    results = [_f32((rows, out_width(down))), _f32((rows, _padded(in_width(down))))]
-    if norm is not None or width % 16:
-        results.append(_f32((rows, _padded(width))))
+    results = [
+        _f32((rows, out_width(down))),
+        _f32((rows, _padded(in_width(down)))),
+        *_inputs(rows, width, gate_up, norm, compute),
+        *_quantized(rows, in_width(down), down, compute),
+    ]
     vectors = (*_pair(norm), gate_up_bias, down_bias, residual, *_pair(post_norm))
     return jax.ffi.ffi_call("inferax_gated_mlp_v1", results)(
         *_floats(x),
@@ -223,17 +240,16 @@ def logprobs(
     *,
     softcap: float | None,
     scale: float,
+    compute: Compute,
     threads: int = 0,
     tier: int = -1,
 ) -> Any:
-    weight = _weight(head)
+    weight = _weight(head, compute)
     if weight is None:
         return NotImplemented
     rows, width = x.shape
     num_tiles = -(-int(head.shape[0]) // _VOCAB_TILE)
-    results = [_f32(ids.shape), _f32((rows,)), _f32((rows, num_tiles, 2))]
-    if norm is not None or width % 16:
-        results.append(_f32((rows, _padded(width))))
+    results = [_f32(ids.shape), _f32((rows,)), _f32((rows, num_tiles, 2)), *_inputs(rows, width, head, norm, compute)]
     chosen, lse, *_ = jax.ffi.ffi_call("inferax_logprobs_v1", results)(
         *_floats(x),
         ids.astype(jnp.int32),

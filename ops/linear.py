@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from inferax.ops.norm import Norm, norm_reference
 from inferax.ops.op import Op
-from inferax.ops.packed import PackedWeight, dequantize
+from inferax.ops.packed import PackedWeight, canonical, dequantize
 
 Compute = Literal["exact", "fast"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -113,6 +113,7 @@ def gated_mlp_reference(
 
 def embed_reference(ids: Int32[Array, " T"], w: Weight, *, scale: float) -> Float32[Array, "T D"]:
     if isinstance(w, PackedWeight):
+        w = canonical(w)
         rows = dequantize(PackedWeight(w.data[ids], w.layout))
     else:
         rows = w[ids].astype(jnp.float32)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from inferax.ops.linear import Weight, matmul_reference
+from inferax.ops.linear import Compute, Weight, matmul_reference
 from inferax.ops.norm import Norm, norm_reference
 from inferax.ops.op import Op
 from inferax.ops.packed import PackedWeight
@@ -27,6 +27,7 @@ def logprobs_reference(
     *,
     softcap: float | None,
     scale: float,
+    compute: Compute = "exact",
 ) -> tuple[Float32[Array, "T J"], Float32[Array, " T"]]:
     x = x if norm is None else norm_reference(x, norm)
     logits = _cap(matmul_reference(x, head), softcap, scale)
@@ -42,6 +43,7 @@ def logprobs_tiled(
     *,
     softcap: float | None,
     scale: float,
+    compute: Compute = "exact",
 ) -> tuple[Float32[Array, "T J"], Float32[Array, " T"]]:
     """Online log-sum-exp over tiles of the vocabulary."""
     x = x if norm is None else norm_reference(x, norm)
@@ -72,7 +74,8 @@ def logprobs_tiled(
 
 def _row_tile(head: Weight, start: Array, size: int) -> Weight:
     if isinstance(head, PackedWeight):
-        return PackedWeight(jax.lax.dynamic_slice_in_dim(head.data, start, size, axis=0), head.layout)
+        side = 16 if head.layout.form == "x16" else 1  # a tile of the vocabulary is whole tiles of rows
+        return PackedWeight(jax.lax.dynamic_slice_in_dim(head.data, start // side, size // side, axis=0), head.layout)
     return jax.lax.dynamic_slice_in_dim(head, start, size, axis=0)
 
 
@@ -87,6 +90,7 @@ def logprobs(
     norm: Norm | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
+    compute: Compute = "exact",
 ) -> tuple[Float32[Array, "T J"], Float32[Array, " T"]]:
     """Log-probabilities of `ids` under `softmax(softcap(scale * (norm(x) @ head.T)))`, and the log-sum-exp."""
-    return _logprobs(x, head, norm, ids, softcap=softcap, scale=scale)
+    return _logprobs(x, head, norm, ids, softcap=softcap, scale=scale, compute=compute)

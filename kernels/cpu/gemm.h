@@ -200,6 +200,8 @@ inline VectorProduct VectorProductOf(int32_t type) {
   return nullptr;
 }
 
+inline void ExpandTiled(const Rows& w, int64_t row, int64_t k, float* out);
+
 // Few rows of x: the expanded rows of w are to stay in a near cache. Many: x is read anew for each tile, from a far one.
 inline int64_t TileRows(int64_t m, int64_t k) {
   const int64_t fit = (m <= kCarriedRows ? 128 << 10 : 2 << 20) / (4 * Padded(k) + 1);
@@ -215,14 +217,18 @@ inline void Matmul(const float* x, int64_t m, int64_t ldx, int64_t k, const Rows
                    float* scratch, float* out, int64_t ldo) {
   const int64_t padded = Padded(k), tile = TileRows(m, k);
   const bool direct = w.type == kF32 && k == padded;
-  if (m == 1 && k == padded) return VectorProductOf(w.type)(x, k, w, first, last, out);
+  if (m == 1 && k == padded && !w.tiled) return VectorProductOf(w.type)(x, k, w, first, last, out);
   const Expander expand = ExpanderOf(w.type);
   for (int64_t n = first; n < last; n += tile) {
     const int64_t rows = last - n < tile ? last - n : tile;
     const float* wide = scratch;
     for (int64_t r = 0; r < rows && !direct; ++r) {
       float* to = scratch + r * padded;
-      expand(w.data + (n + r) * w.row_bytes, w.grid, k, to);
+      if (w.tiled) {
+        ExpandTiled(w, n + r, k, to);
+      } else {
+        expand(w.data + (n + r) * w.row_bytes, w.grid, k, to);
+      }
       for (int64_t i = k; i < padded; ++i) to[i] = 0.0f;
     }
     if (direct) wide = reinterpret_cast<const float*>(w.data) + n * k;
@@ -231,6 +237,7 @@ inline void Matmul(const float* x, int64_t m, int64_t ldx, int64_t k, const Rows
 }
 
 inline void Expand(const Rows& w, int64_t row, int64_t k, float* out) {
+  if (w.tiled) return ExpandTiled(w, row, k, out);
   ExpanderOf(w.type)(w.data + row * w.row_bytes, w.grid, k, out);
 }
 

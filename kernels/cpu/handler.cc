@@ -14,6 +14,7 @@ std::vector<const Kernels*> Tiers() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
       tiers.push_back(&kAvx512);
+      if (__builtin_cpu_supports("avx512vnni")) tiers.push_back(&kAvx512Vnni);
     }
   }
 #endif
@@ -67,20 +68,24 @@ const int32_t* Operands::Ints(int64_t count, const char* name) {
 
 std::vector<Rows> Operands::Weight(ffi::Span<const int32_t> types, int64_t k) {
   std::vector<Rows> parts;
-  for (const int32_t type : types) {
+  for (const int32_t number : types) {
     const ffi::AnyBuffer b = Next();
     if (!error_.success()) return {};
     const auto dims = b.dimensions();
+    const bool tiled = (number & kTiled) != 0, int8 = (number & kInt8) != 0;
+    const int32_t type = number & (kTiled - 1);
     const BlockSize block = kBaseline.block_size(type);
+    const int64_t side = tiled ? 16 : 1;  // rows that stand side by side
     const bool dense = type == kF32 || type == kF16 || type == kBF16;
-    if (block.weights == 0 || dims.size() != (dense ? 2 : 3) || (!dense && dims[2] != block.bytes)) {
+    if (block.weights == 0 || dims.size() != (dense ? 2 : 3) || (!dense && dims[2] != side * block.bytes) ||
+        (tiled && !kBaseline.has_tiles(type)) || (int8 && !tiled)) {
       Fail("a weight of ggml type " + std::to_string(type) + " has the wrong shape");
       return {};
     }
     const int64_t columns = dense ? dims[1] : dims[1] * block.weights;
     const int64_t row_bytes = dense ? dims[1] * block.bytes / block.weights : dims[1] * block.bytes;
     if (columns != k) Fail("a weight has " + std::to_string(columns) + " columns, not " + std::to_string(k));
-    parts.push_back({static_cast<const uint8_t*>(b.untyped_data()), row_bytes, dims[0], type, nullptr});
+    parts.push_back({static_cast<const uint8_t*>(b.untyped_data()), row_bytes, side * dims[0], type, nullptr, tiled, int8});
   }
   for (Rows& part : parts) {
     const int64_t bytes = kBaseline.block_size(part.type).grid;
@@ -93,39 +98,61 @@ std::vector<Rows> Operands::Weight(ffi::Span<const int32_t> types, int64_t k) {
   return parts;
 }
 
-void MultiplyParts(const Kernels& kernels, const float* x, int64_t m, int64_t ldx, int64_t k,
-                   const std::vector<Rows>& parts, int64_t first, int64_t last, float* scratch, float* out,
-                   int64_t ldo) {
+int64_t ProductScratch(const Kernels& kernels, int64_t m, int64_t k) {
+  return std::max(kernels.matmul_scratch(m, k), kernels.tiles_scratch);
+}
+
+bool AnyInt8(const std::vector<Rows>& parts) {
+  return std::any_of(parts.begin(), parts.end(), [](const Rows& part) { return part.int8; });
+}
+
+bool AnyFloat(const std::vector<Rows>& parts) {
+  return std::any_of(parts.begin(), parts.end(), [](const Rows& part) { return !part.int8; });
+}
+
+void MultiplyParts(const Kernels& kernels, const Input& x, int64_t m, int64_t k, const std::vector<Rows>& parts,
+                   int64_t first, int64_t last, float* scratch, float* out, int64_t ldo) {
   int64_t start = 0;
   for (const Rows& part : parts) {
     const int64_t from = std::max(first - start, int64_t{0}), to = std::min(last - start, part.count);
-    if (from < to) kernels.matmul(x, m, ldx, k, part, from, to, scratch, out + (start + from - first), ldo);
+    float* at = out + (start + from - first);
+    if (from < to && part.int8) kernels.multiply_tiles(x.quantized, m, k, part, from, to, scratch, at, ldo);
+    if (from < to && !part.int8) kernels.matmul(x.rows, m, x.stride, k, part, from, to, scratch, at, ldo);
     start += part.count;
   }
 }
 
-int64_t RowsPerChunk(const Kernels& kernels, int64_t m, int64_t n, int64_t k, int64_t threads) {
-  const auto round = [](int64_t rows) { return (rows + 3) / 4 * 4; };
+int64_t RowsPerChunk(const Kernels& kernels, int64_t m, int64_t n, int64_t k, bool int8, int64_t threads) {
+  const int64_t side = int8 ? 16 : 4;
+  const auto round = [side](int64_t rows) { return (rows + side - 1) / side * side; };
   const int64_t fair = round(std::max(n / (threads * 4), int64_t{4}));
-  if (m > 4) return std::min(fair, kernels.tile_rows(m, k));
+  if (m > 4) return std::min(fair, int8 ? int64_t{64} : kernels.tile_rows(m, k));
   // A vector's product is short work: chunks of at least some ten thousand weights.
   return std::clamp(fair, std::min(round(16384 / (k + 1) + 4), int64_t{512}), int64_t{512});
 }
 
-void AddInput(Phases& phases, const Kernels& kernels, const float* x, int64_t m, int64_t k, const NormSpec* norm,
-              float* xn) {
+Input AddInput(Phases& phases, const Kernels& kernels, const float* x, int64_t m, int64_t k, const NormSpec& norm,
+               float* xn, uint8_t* quantized) {
+  const bool normed = norm.weight != nullptr;
+  if (xn == nullptr && quantized == nullptr) return {x, k, nullptr};
   const int64_t rows = std::max(16384 / (k + 1), int64_t{1}), padded = Padded(k);
   phases.Add((m + rows - 1) / rows, [=, &kernels](int64_t chunk) {
     for (int64_t r = chunk * rows; r < std::min(m, (chunk + 1) * rows); ++r) {
-      float* to = xn + r * padded;
-      if (norm != nullptr) {
-        kernels.norm(x + r * k, k, *norm, to);
-      } else {
-        std::memcpy(to, x + r * k, static_cast<size_t>(k) * sizeof(float));
+      const float* row = x + r * k;
+      if (normed || xn != nullptr) {
+        float* to = xn == nullptr ? Scratch(padded) : xn + r * padded;
+        if (normed) {
+          kernels.norm(row, k, norm, to);
+        } else {
+          std::memcpy(to, row, static_cast<size_t>(k) * sizeof(float));
+        }
+        std::fill(to + k, to + padded, 0.0f);
+        row = to;
       }
-      std::fill(to + k, to + padded, 0.0f);
+      if (quantized != nullptr) kernels.quantize(row, k, quantized + r / 8 * PanelBytes(k), r % 8);
     }
   });
+  return {xn == nullptr ? x : xn, xn == nullptr ? k : padded, quantized};
 }
 
 }  // namespace inferax

@@ -7,8 +7,6 @@ namespace {
 // Bits of the attribute `has`, in operand order.
 enum : int32_t { kNormWeight = 1, kNormBias = 2, kBias = 4, kDownBias = 8, kResidual = 16, kPostWeight = 32, kPostBias = 64 };
 
-float* Data(ffi::Result<ffi::AnyBuffer> result) { return static_cast<float*>(result->untyped_data()); }
-
 // What follows a product, from its raw sums in y [m, n] on.
 struct Epilogue {
   const float* bias;
@@ -42,35 +40,49 @@ struct Epilogue {
   }
 };
 
-void AddProduct(Phases& phases, const Kernels& kernels, const float* x, int64_t m, int64_t ldx, int64_t k,
+void AddProduct(Phases& phases, const Kernels& kernels, const Input& x, int64_t m, int64_t k,
                 const std::vector<Rows>& w, const Epilogue& epilogue, float* y, int64_t threads) {
-  const int64_t n = RowsOf(w), rows = RowsPerChunk(kernels, m, n, k, threads);
+  const int64_t n = RowsOf(w), rows = RowsPerChunk(kernels, m, n, k, AnyInt8(w), threads);
   phases.Add((n + rows - 1) / rows, [=, &kernels, &w, &epilogue](int64_t chunk) {
     const int64_t first = chunk * rows, last = std::min(n, first + rows);
-    float* scratch = Scratch(kernels.matmul_scratch(m, k));
-    MultiplyParts(kernels, x, m, ldx, k, w, first, last, scratch, y + first, n);
+    float* scratch = Scratch(ProductScratch(kernels, m, k));
+    MultiplyParts(kernels, x, m, k, w, first, last, scratch, y + first, n);
     epilogue.Columns(kernels, y, m, n, first, last);
   });
   epilogue.AddRows(phases, kernels, y, m, n);
 }
 
-// The rows that a product reads: those of x itself, or normalized or padded copies in xn.
-struct Input {
-  const float* rows;
-  int64_t stride;
-};
-Input AddInputOf(Phases& phases, const Kernels& kernels, const float* x, int64_t m, int64_t k, const NormSpec& norm,
-                 float* xn) {
-  if (norm.weight == nullptr && k % kLanes == 0) return {x, k};
-  AddInput(phases, kernels, x, m, k, norm.weight == nullptr ? nullptr : &norm, xn);
-  return {xn, Padded(k)};
-}
+// Results that are scratch, in the order that ops/cpu.py gives them. Null where one is not wanted; an error where it is
+// missing or too small.
+class Spare {
+ public:
+  Spare(const ffi::RemainingRets& rets, Operands& in, size_t first) : rets_(rets), in_(in), at_(first) {}
+  template <typename T>
+  T* Next(bool wanted, int64_t count) {
+    if (!wanted) return nullptr;
+    const auto ret = rets_.get<ffi::AnyBuffer>(at_++);
+    if (ret.has_value()) {
+      ffi::Result<ffi::AnyBuffer> buffer = *ret;
+      if (static_cast<int64_t>(buffer->size_bytes()) >= count * static_cast<int64_t>(sizeof(T))) {
+        return static_cast<T*>(buffer->untyped_data());
+      }
+    }
+    in_.Fail("a result is missing or too small");
+    return nullptr;
+  }
 
-bool Holds(const ffi::RemainingRets& rets, size_t index, int64_t count) {
-  const auto ret = rets.get<ffi::AnyBuffer>(index);
-  if (!ret.has_value()) return false;
-  ffi::Result<ffi::AnyBuffer> buffer = *ret;
-  return buffer->element_type() == ffi::F32 && static_cast<int64_t>(buffer->element_count()) >= count;
+ private:
+  const ffi::RemainingRets& rets_;
+  Operands& in_;
+  size_t at_;
+};
+
+// Tiles are whole where each part of a weight that has tiled ones is a multiple of 16 rows.
+void CheckTiles(Operands& in, const std::vector<Rows>& w) {
+  if (!AnyInt8(w)) return;
+  for (const Rows& part : w) {
+    if (part.count % 16 != 0) in.Fail("a part of a tiled weight has " + std::to_string(part.count) + " rows");
+  }
 }
 
 }  // namespace
@@ -98,16 +110,18 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   epilogue.post = post;
   epilogue.activation = activation;
   epilogue.scale = scale;
-  const bool copies = norm.weight != nullptr || k % kLanes != 0;
-  if (!Holds(rets, 0, m * n) || (copies && !Holds(rets, 1, m * Padded(k)))) in.Fail("linear: wrong results");
+  CheckTiles(in, w);
+  Spare spare(rets, in, 0);
+  float* y = spare.Next<float>(true, m * n);
+  float* xn = spare.Next<float>(AnyFloat(w) && (norm.weight != nullptr || k % kLanes != 0), m * Padded(k));
+  uint8_t* quantized = spare.Next<uint8_t>(AnyInt8(w), QuantizedBytes(m, k));
   if (!in.error().success()) return in.error();
   if (m == 0 || n == 0) return ffi::Error::Success();
 
-  float* y = Data(*rets.get<ffi::AnyBuffer>(0));
   Phases phases;
-  const Input input = AddInputOf(phases, *kernels, static_cast<const float*>(x.untyped_data()), m, k, norm,
-                                 copies ? Data(*rets.get<ffi::AnyBuffer>(1)) : nullptr);
-  AddProduct(phases, *kernels, input.rows, m, input.stride, k, w, epilogue, y, NumThreads(pool, threads));
+  const Input input =
+      AddInput(phases, *kernels, static_cast<const float*>(x.untyped_data()), m, k, norm, xn, quantized);
+  AddProduct(phases, *kernels, input, m, k, w, epilogue, y, NumThreads(pool, threads));
   phases.Run(pool, m * n * k, threads);
   return ffi::Error::Success();
 }
@@ -120,8 +134,7 @@ ffi::Error GatedMlp(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   const Kernels& kernels = *found;
   Operands in(args);
   const ffi::AnyBuffer x = in.Next();
-  const auto hidden = rets.get<ffi::AnyBuffer>(1);
-  if (!in.error().success() || x.dimensions().size() != 2 || x.element_type() != ffi::F32 || !hidden.has_value()) {
+  if (!in.error().success() || x.dimensions().size() != 2 || x.element_type() != ffi::F32) {
     return ffi::Error::InvalidArgument("gated_mlp: x must be float32 [T, D]");
   }
   const int64_t m = x.dimensions()[0], d = x.dimensions()[1];
@@ -138,34 +151,41 @@ ffi::Error GatedMlp(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   epilogue.post = {in.Floats(has & kPostWeight, n, "post norm"), in.Floats(has & kPostBias, n, "post norm bias"),
                    post_eps, (layer & 2) != 0};
   epilogue.scale = scale;
-  const bool copies = norm.weight != nullptr || d % kLanes != 0;
+  CheckTiles(in, gate_up);
+  CheckTiles(in, down);
+  if (AnyInt8(gate_up) && f % 16 != 0) in.Fail("gated_mlp: the width of a tiled weight is not a multiple of 16");
   const int64_t ldh = Padded(f);
-  if (!Holds(rets, 0, m * n) || !Holds(rets, 1, m * ldh) || (copies && !Holds(rets, 2, m * Padded(d)))) {
-    in.Fail("gated_mlp: wrong results");
-  }
+  Spare spare(rets, in, 0);
+  float* y = spare.Next<float>(true, m * n);
+  float* h = spare.Next<float>(true, m * ldh);
+  float* xn = spare.Next<float>(AnyFloat(gate_up) && (norm.weight != nullptr || d % kLanes != 0), m * Padded(d));
+  uint8_t* quantized = spare.Next<uint8_t>(AnyInt8(gate_up), QuantizedBytes(m, d));
+  uint8_t* hq = spare.Next<uint8_t>(AnyInt8(down), QuantizedBytes(m, f));
   if (!in.error().success()) return in.error();
   if (m == 0 || n == 0) return ffi::Error::Success();
 
-  float* y = Data(*rets.get<ffi::AnyBuffer>(0));
-  float* h = Data(*hidden);
   const int64_t workers = NumThreads(pool, threads);
   Phases phases;
-  const Input input = AddInputOf(phases, kernels, static_cast<const float*>(x.untyped_data()), m, d, norm,
-                                 copies ? Data(*rets.get<ffi::AnyBuffer>(2)) : nullptr);
-  const int64_t rows = RowsPerChunk(kernels, m, f, d, workers), tile = kernels.matmul_scratch(m, d);
+  const Input input = AddInput(phases, kernels, static_cast<const float*>(x.untyped_data()), m, d, norm, xn, quantized);
+  const int64_t rows = RowsPerChunk(kernels, m, f, d, AnyInt8(gate_up), workers);
+  const int64_t expanded = ProductScratch(kernels, m, d);
   phases.Add((f + rows - 1) / rows, [=, &kernels, &gate_up](int64_t chunk) {
     const int64_t first = chunk * rows, last = std::min(f, first + rows), count = last - first;
-    float* scratch = Scratch(tile + m * count);
-    float* up = scratch + tile;
-    MultiplyParts(kernels, input.rows, m, input.stride, d, gate_up, first, last, scratch, h + first, ldh);
-    MultiplyParts(kernels, input.rows, m, input.stride, d, gate_up, f + first, f + last, scratch, up, count);
+    float* scratch = Scratch(expanded + m * count);
+    float* up = scratch + expanded;
+    MultiplyParts(kernels, input, m, d, gate_up, first, last, scratch, h + first, ldh);
+    MultiplyParts(kernels, input, m, d, gate_up, f + first, f + last, scratch, up, count);
     for (int64_t r = 0; r < m; ++r) {
       kernels.gate(h + r * ldh + first, up + r * count, count, bias == nullptr ? nullptr : bias + first,
                    bias == nullptr ? nullptr : bias + f + first, activation);
       if (last == f) std::fill(h + r * ldh + f, h + (r + 1) * ldh, 0.0f);
     }
   });
-  AddProduct(phases, kernels, h, m, ldh, f, down, epilogue, y, workers);
+  Input hidden = {h, ldh, nullptr};
+  if (hq != nullptr) {  // then f is a multiple of 32, and ldh is f
+    hidden = AddInput(phases, kernels, h, m, f, NormSpec{}, nullptr, hq);
+  }
+  AddProduct(phases, kernels, hidden, m, f, down, epilogue, y, workers);
   phases.Run(pool, m * (2 * f * d + n * f), threads);
   return ffi::Error::Success();
 }

@@ -88,7 +88,6 @@ ffi::Error LogProbs(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   const std::vector<Rows> w = in.Weight(types, d);
   const int64_t vocab = RowsOf(w), tiles = (vocab + tile - 1) / tile;
   const NormSpec norm = {in.Floats(has & 1, d, "norm"), in.Floats(has & 2, d, "norm bias"), norm_eps, layer != 0};
-  const bool copies = norm.weight != nullptr || d % kLanes != 0;
   const auto floats = [&rets](size_t i, int64_t wanted) -> float* {
     const auto ret = rets.get<ffi::AnyBuffer>(i);
     if (!ret.has_value()) return nullptr;
@@ -97,28 +96,28 @@ ffi::Error LogProbs(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   };
   if (!in.error().success()) return in.error();
   float *chosen = floats(0, m * count), *lse = floats(1, m), *parts = floats(2, m * tiles * 2);
+  const bool copies = AnyFloat(w) && (norm.weight != nullptr || d % kLanes != 0);
   float* xn = copies ? floats(3, m * Padded(d)) : nullptr;
-  if (chosen == nullptr || lse == nullptr || parts == nullptr || (copies && xn == nullptr)) {
+  float* quantized = AnyInt8(w) ? floats(copies ? 4 : 3, QuantizedBytes(m, d) / 4) : nullptr;
+  if (chosen == nullptr || lse == nullptr || parts == nullptr || (copies && xn == nullptr) ||
+      (AnyInt8(w) && (quantized == nullptr || tile % 16 != 0 || vocab % 16 != 0))) {
     return ffi::Error::InvalidArgument("logprobs: wrong results");
   }
   if (m == 0) return ffi::Error::Success();
 
   const int32_t* ids = static_cast<const int32_t*>(chosen_ids.untyped_data());
-  const float* rows = static_cast<const float*>(x.untyped_data());
   Phases phases;
-  if (copies) {
-    AddInput(phases, kernels, rows, m, d, norm.weight == nullptr ? nullptr : &norm, xn);
-    rows = xn;
-  }
+  const Input input = AddInput(phases, kernels, static_cast<const float*>(x.untyped_data()), m, d, norm, xn,
+                               reinterpret_cast<uint8_t*>(quantized));
   constexpr int64_t kRows = 256;  // of x at a time, which bounds the scratch
   phases.Add(tiles, [=, &kernels, &w](int64_t t) {
     const int64_t first = t * tile, last = std::min(vocab, first + tile), width = last - first;
-    const int64_t expanded = kernels.matmul_scratch(m, d);
+    const int64_t expanded = ProductScratch(kernels, m, d);
     float* scratch = Scratch(expanded + std::min(m, kRows) * width);
     float* logits = scratch + expanded;
     for (int64_t start = 0; start < m; start += kRows) {
       const int64_t some = std::min(m - start, kRows);
-      MultiplyParts(kernels, rows + start * Padded(d), some, Padded(d), d, w, first, last, scratch, logits, width);
+      MultiplyParts(kernels, input.From(start, d), some, d, w, first, last, scratch, logits, width);
       for (int64_t i = 0; i < some; ++i) {
         const int64_t r = start + i;
         float* part = parts + (r * tiles + t) * 2;

@@ -1,5 +1,6 @@
 // The arithmetic of one instruction-set tier. CMake compiles this file once per tier, with INFERAX_TIER the name of
 // the table; everything else in it is local to the translation unit.
+#include "int8.h"
 #include "sampler.h"
 #include "softmax.h"
 
@@ -11,6 +12,10 @@ extern const Kernels INFERAX_TIER = {
     .tile_rows = TileRows,
     .matmul_scratch = MatmulScratch,
     .matmul = Matmul,
+    .has_tiles = HasTiles,
+    .quantize = QuantizeRow,
+    .multiply_tiles = MultiplyTiles,
+    .tiles_scratch = kTilesScratch,
     .expand = Expand,
     .norm = NormRow,
     .finish = FinishRow,

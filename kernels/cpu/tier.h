@@ -27,7 +27,14 @@ struct Rows {
   int64_t count;
   int32_t type;
   const int8_t* grid;
+  bool tiled;  // in the form x16: 16 rows side by side
+  bool int8;   // to be multiplied with quantized rows; it is tiled then
 };
+
+// Quantized rows stand in panels of eight; k is a multiple of 32.
+inline constexpr int64_t kPanelBytes = 512;  // for 32 elements
+inline int64_t PanelBytes(int64_t k) { return k / 32 * kPanelBytes; }
+inline int64_t QuantizedBytes(int64_t m, int64_t k) { return (m + 7) / 8 * PanelBytes(k); }
 
 // What one block of a type holds, and the bytes of the type's code book. Zero weights: no such type.
 struct BlockSize {
@@ -106,6 +113,14 @@ struct Kernels {
   // out[m, n - first] = x[m] . w[n] for n in [first, last). Rows of x are zero from k to Padded(k).
   void (*matmul)(const float* x, int64_t m, int64_t ldx, int64_t k, const Rows& w, int64_t first, int64_t last,
                  float* scratch, float* out, int64_t ldo);
+  // Whether a type has products in the form x16.
+  bool (*has_tiles)(int32_t type);
+  // A row as int8 codes with what the products below need besides, in a lane of a panel.
+  void (*quantize)(const float* x, int64_t k, uint8_t* panel, int64_t lane);
+  // As `matmul`, for quantized rows of x and tiled rows of w; `first` and `last` are multiples of 16.
+  void (*multiply_tiles)(const uint8_t* panels, int64_t m, int64_t k, const Rows& w, int64_t first, int64_t last,
+                         float* scratch, float* out, int64_t ldo);
+  int64_t tiles_scratch;  // floats of scratch that it takes
   // Row `row` of w as float32, without padding.
   void (*expand)(const Rows& w, int64_t row, int64_t k, float* out);
   void (*norm)(const float* x, int64_t width, const NormSpec& norm, float* out);
@@ -135,6 +150,7 @@ extern const Kernels kBaseline;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+extern const Kernels kAvx512Vnni;
 #endif
 
 }  // namespace inferax
