@@ -45,7 +45,11 @@ def load_params(
     params: dict[str, Any] = {"layers": [{} for _ in config.layers]}
     for entry in entries:
         vectors = entry.vectors
-        leaf = _vectors(entry, config, table, source) if vectors else _matrix(entry, config, table, source, dtype, pack_for)
+        leaf = (
+            _vectors(entry, config, table, source)
+            if vectors
+            else _matrix(entry, config, table, source, dtype, pack_for)
+        )
         _place(params, entry.path, leaf)
         if progress is not None:
             progress(sum(source.tensors[_name(table, p)].nbytes for p in entry.parts))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
+from inferax.errors import UnsupportedError
 from inferax.ops.ggml import TYPES, dequantize_blocks
 
 
@@ -56,7 +57,7 @@ class PackedWeight:
         return int(self.data.size)
 
     def rows(self, start: int, stop: int) -> PackedWeight:
-        """Rows [start, stop) along N (static bounds); the same layout. In the form x16 the bounds are multiples of 16."""
+        """Rows [start, stop) along N (static bounds); the same layout. The form x16 is cut at multiples of 16 only."""
         side = 16 if self.layout.form == "x16" else 1
         if start % side or stop % side:
             raise ValueError(f"rows [{start}, {stop}) cut a tile of {side} rows")
@@ -102,6 +103,8 @@ def canonical(w: PackedWeight) -> PackedWeight:
     """The same weight in the file's own form."""
     if w.layout.form == "canonical":
         return w
+    if w.layout.form != "x16":
+        raise UnsupportedError(f"layout form {w.layout.form!r} of {w.layout.type} is not known")
     tiles, blocks, _ = w.data.shape
     size = w.layout.block_bytes
     rest = size % 4

@@ -196,13 +196,14 @@ inline void QuantizeRow(const float* x, int64_t k, uint8_t* panel, int64_t lane)
   for (int64_t i = 0; i < k; i += 32, ++to) {
     const V a = Load(x + i), b = Load(x + i + 16);
     const float largest = Largest(Max(Abs(a), Abs(b)));
-    const float scale = largest / 127.0f;
+    // What is not finite makes the scale NaN, so that the result shows it.
+    const float scale = largest / 127.0f + Sum(a * Splat(0.0f) + b * Splat(0.0f));
     const V inverse = Splat(largest > 0.0f ? 127.0f / largest : 0.0f);
     int32_t sums[2] = {0, 0};
     for (int h = 0; h < 2; ++h) {
       const V magic = Splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, half to even
       int32_t codes[16];
-      const VI rounded = Bits(Fma(h == 0 ? a : b, inverse, magic)) - 0x4b400000;
+      const VI rounded = Bits((h == 0 ? a : b) * inverse + magic) - 0x4b400000;
       std::memcpy(codes, &rounded, sizeof codes);
       for (int j = 0; j < 16; ++j) {
         to->codes[lane][16 * h + j] = static_cast<int8_t>(codes[j]);

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from inferax.errors import UnsupportedError
-from inferax.ops.packed import Layout, PackedWeight, dequantize, pack
+from inferax.ops.packed import X16, Layout, PackedWeight, canonical, dequantize, pack
 from tests.ops.weights import PACKED_TYPES, packed_weight, values_of
 
 
@@ -40,9 +40,27 @@ def test_dequantize_keeps_leading_axes_and_rows() -> None:
     np.testing.assert_array_equal(dequantize(stacked), want.reshape(3, 4, 512))
 
 
-def test_packing_for_a_platform_keeps_the_values() -> None:
-    w = packed_weight("Q6_K", 16, 512)
-    np.testing.assert_array_equal(dequantize(pack(w, "cpu")), dequantize(w))
+@pytest.mark.parametrize("name", sorted(X16))
+def test_packing_for_the_cpu_keeps_every_byte_in_another_place(name: str) -> None:
+    w = packed_weight(name, 48, 512)
+    tiled = pack(w, "cpu")
+    assert tiled.layout.form == "x16" and (tiled.shape, tiled.nbytes) == (w.shape, w.nbytes)
+    back = canonical(jax.tree.map(jnp.asarray, tiled))
+    assert back.layout == w.layout
+    np.testing.assert_array_equal(back.data, w.data)
+    np.testing.assert_array_equal(dequantize(jax.tree.map(jnp.asarray, tiled)), dequantize(w))
+    np.testing.assert_array_equal(dequantize(tiled.rows(16, 32)), values_of(w)[16:32])
+    with pytest.raises(ValueError, match="cut a tile of 16 rows"):
+        tiled.rows(8, 24)
+
+
+def test_what_no_kernel_reads_tiled_stays_canonical() -> None:
+    for w, platform in (
+        (packed_weight("IQ2_XS", 16, 512), "cpu"),
+        (packed_weight("Q4_K", 24, 512), "cpu"),
+        (packed_weight("Q4_K", 32, 512), "cuda"),
+    ):
+        assert pack(w, platform) is w
 
 
 def test_unknown_form_is_refused() -> None:
