@@ -34,7 +34,7 @@ jax.monitoring.register_event_duration_secs_listener(count)
 import inferax
 llm = inferax.LLM(compute=sys.argv[2])
 loaded = time.time() - started
-prompt = llm.render([{"role": "user", "content": "What is the capital of France?"}])
+prompt = llm.render([{"role": "user", "content": "What is the capital city of Japan?"}])
 for text, output in llm.stream(prompt, inferax.SamplingParams(temperature=0, max_tokens=1)):
     first = time.time() - started
 stats = llm.backend.stats

@@ -360,11 +360,11 @@ def test_a_closed_loop_ends_its_requests() -> None:
 def test_a_real_model(smollm2_path: Path) -> None:
     async def test() -> None:
         async with inferax.AsyncEngine(smollm2_path, max_model_len=256, max_num_seqs=4) as served:
-            messages = [{"role": "user", "content": "What is the capital of France?"}]
+            messages = [{"role": "user", "content": "What is the capital city of Japan?"}]
             prompt = await served.render(messages, add_generation_prompt=True)
             params = SamplingParams(temperature=0, max_tokens=8)
             text = "".join([delta.text async for delta in served.generate(prompt, params)])
-            assert text == "The capital of France is Paris."
+            assert text == "The capital city of Japan is Tokyo."
             with pytest.raises(RequestError, match="^prompt: it has no tokens"):
                 await served.submit([], params)
 

@@ -13,7 +13,7 @@ from inferax.errors import RequestError, StepError
 from tests.engine.harness import failing
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital city of Japan?"}]
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,14 @@ def test_one_set_of_parameters_for_each_prompt(llm: inferax.LLM) -> None:
 
 
 def test_chat_stream_and_generate_agree(llm: inferax.LLM) -> None:
-    (answer,) = llm.chat(QUESTION, GREEDY)
-    assert answer.outputs[0].text == "The capital of France is Paris."
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    (answer,) = llm.chat(QUESTION, greedy)
+    assert answer.outputs[0].text == "The capital city of Japan is Tokyo."
     assert answer.outputs[0].finish_reason == "stop"
-    pieces = list(llm.stream(llm.render(QUESTION, add_generation_prompt=True), GREEDY))
+    pieces = list(llm.stream(llm.render(QUESTION, add_generation_prompt=True), greedy))
     assert "".join(text for text, _ in pieces) == answer.outputs[0].text
     assert pieces[-1][1].finished and pieces[-1][1].metrics is not None
-    both = llm.chat([QUESTION, QUESTION], GREEDY)
+    both = llm.chat([QUESTION, QUESTION], greedy)
     assert [o.outputs[0].text for o in both] == [answer.outputs[0].text] * 2
 
 
@@ -75,8 +76,8 @@ def test_logprobs_have_text(llm: inferax.LLM) -> None:
 
 
 def test_stop_strings(llm: inferax.LLM) -> None:
-    (output,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=20, stop="ance"))
-    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("The capital of Fr", "ance")
+    (output,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=20, stop="pan"))
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("The capital city of Ja", "pan")
 
 
 @pytest.mark.parametrize(

@@ -213,9 +213,9 @@ def test_default_model(smollm2_path: Path) -> None:
     """The built-in model, with the user's own cache."""
     del smollm2_path  # it is there
     flags = ("--temperature", "0", "--max-tokens", "12")
-    out, err = run({**os.environ}, "generate", "What is the capital of France?", *flags)
-    assert out == "The capital of France is Paris.\n"
-    assert re.match(r"\[37 tokens in, 8 out, first token after ", err)
+    out, err = run({**os.environ}, "generate", "What is the capital city of Japan?", *flags)
+    assert out == "The capital city of Japan is Tokyo.\n"
+    assert re.match(r"\[38 tokens in, 9 out, first token after ", err)
 
 
 # -- info
