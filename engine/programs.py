@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -98,17 +99,21 @@ class EngineShape:
         return min(self.pages_per_seq) * self.page_size
 
     @property
-    def token_ladder(self) -> tuple[int, ...]:
-        return clipped(TOKEN_LADDER, self.max_batched_tokens)
-
-    @property
     def row_ladder(self) -> tuple[int, ...]:
         return clipped(ROW_LADDER, self.max_seqs)
 
     def batch_shape(self, tokens: int) -> BatchShape:
         """The bucket for a step of `tokens` tokens; it samples as many rows as it can hold sequences."""
-        size = rung(self.token_ladder, tokens)
-        return BatchShape(size, self.max_seqs, self.pages_per_seq, rung(self.row_ladder, min(size, self.max_seqs)))
+        return self._batch_shapes[rung(self.token_ladder, tokens)]
+
+    @cached_property
+    def token_ladder(self) -> tuple[int, ...]:
+        return clipped(TOKEN_LADDER, self.max_batched_tokens)
+
+    @cached_property
+    def _batch_shapes(self) -> dict[int, BatchShape]:
+        rows = {size: rung(self.row_ladder, min(size, self.max_seqs)) for size in self.token_ladder}
+        return {size: BatchShape(size, self.max_seqs, self.pages_per_seq, rows[size]) for size in self.token_ladder}
 
 
 def sampler_params(config: ModelConfig, params: Params) -> Params:

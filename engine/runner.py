@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferax.engine.backend import Backend, Executable, HostCopy, avals
+from inferax.engine.packing import Packer
 from inferax.engine.programs import EngineShape, forward, forward_all, sampler_params, score
 from inferax.engine.sampler import (
     POSITION,
@@ -75,8 +76,10 @@ class Runner:
     _state: Any = field(init=False)
     _sampler_params: Any = field(init=False)
     _programs: dict[Any, Executable] = field(init=False, default_factory=dict)
+    _packer: Packer = field(init=False)
 
     def __post_init__(self) -> None:
+        self._packer = Packer(self.shape)
         self.params = self.backend.put(self.params)
         self._sampler_params = sampler_params(self.config, self.params)
         self.reset()
@@ -100,57 +103,61 @@ class Runner:
 
     def score_program(self, tokens: int) -> Executable:
         """The program that scores the rows of a bucket."""
-        hidden = jax.ShapeDtypeStruct((tokens, self.config.width), jnp.float32)
-        ids = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-        return self._program(
-            ("score", tokens),
-            lambda: self.backend.compile(
+
+        def build() -> Executable:
+            hidden = jax.ShapeDtypeStruct((tokens, self.config.width), jnp.float32)
+            ids = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+            return self.backend.compile(
                 partial(score, self.config),
                 *(avals(self._sampler_params), hidden, ids),
                 name=f"score({self.config}, {tokens})",
-            ),
-        )
+            )
+
+        return self._program(("score", tokens), build)
 
     def forward_program(self, shape: BatchShape, function: Callable[..., Any] = forward) -> Executable:
         """The forward program of a bucket; `forward_all` gives the one that keeps all hidden states."""
-        packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32)
-        return self._program(
-            (function.__name__, shape),
-            lambda: self.backend.compile(
+
+        def build() -> Executable:
+            packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32)
+            last = {"last_tokens": avals(self._state["last_tokens"])}
+            return self.backend.compile(
                 partial(function, self.config, shape),
-                *(avals(self.params), packed, avals(self._cache), {"last_tokens": avals(self._state["last_tokens"])}),
+                *(avals(self.params), packed, avals(self._cache), last),
                 donate=(2,),
                 name=f"{function.__name__}({self.config}, {shape})",
-            ),
-        )
+            )
+
+        return self._program((function.__name__, shape), build)
 
     def sample_program(self, rows: int) -> Executable:
         """The sampling program for a bucket of rows."""
-        hidden = jax.ShapeDtypeStruct((rows, self.config.width), jnp.float32)
-        packed = jax.ShapeDtypeStruct((rows, ROW_SIZE), jnp.int32)
-        masks = jax.ShapeDtypeStruct((rows, words_for(self.config.vocab_size)), jnp.uint32)
-        return self._program(
-            ("sample", rows),
-            lambda: self.backend.compile(
+
+        def build() -> Executable:
+            hidden = jax.ShapeDtypeStruct((rows, self.config.width), jnp.float32)
+            packed = jax.ShapeDtypeStruct((rows, ROW_SIZE), jnp.int32)
+            masks = jax.ShapeDtypeStruct((rows, words_for(self.config.vocab_size)), jnp.uint32)
+            return self.backend.compile(
                 partial(sample_step, self.config, self.processors),
                 *(avals(self._sampler_params), hidden, packed, masks, avals(self._state)),
                 donate=(4,),
                 name=f"sample({self.config}, {rows}, {self._processor_key})",
-            ),
-        )
+            )
+
+        return self._program(("sample", rows), build)
 
     def load_program(self, row: dict[str, Any]) -> Executable:
         """The program that writes one slot of the sampler's state."""
-        state = avals(self._state)
-        return self._program(
-            "load slot",
-            lambda: self.backend.compile(
+
+        def build() -> Executable:
+            return self.backend.compile(
                 load_slot,
-                *(state, jax.ShapeDtypeStruct((), jnp.int32), avals(row)),
+                *(avals(self._state), jax.ShapeDtypeStruct((), jnp.int32), avals(row)),
                 donate=(0,),
-                name=f"load slot({self.shape.max_seqs}, {self.config.vocab_size})",
-            ),
-        )
+                name=f"load slot({self.shape.max_seqs}, {self.config.vocab_size}, {self._processor_key})",
+            )
+
+        return self._program("load slot", build)
 
     @cached_property
     def _processor_key(self) -> str:
@@ -178,7 +185,12 @@ class Runner:
         A token that the host does not know yet (its sequence sampled it in the step before) is read on the device.
         """
         shape = self.shape.batch_shape(sum(c.stop - c.start for c in chunks))
-        arguments = (self.params, self._packed(shape, chunks), self._cache, {"last_tokens": self._state["last_tokens"]})
+        arguments = (
+            self.params,
+            self._packer.pack(shape, chunks),
+            self._cache,
+            {"last_tokens": self._state["last_tokens"]},
+        )
         step = StepResult([c for c in chunks if c.samples], shape.rows)
         if any(c.seq.scoring for c in chunks):
             step.rows, hidden, self._cache = self.forward_program(shape, forward_all)(*arguments)
@@ -223,43 +235,13 @@ class Runner:
         out = self.score_program(tokens)(self._sampler_params, hidden, ids)
         result.scores = {name: self.backend.get_async(array) for name, array in out.items()}
 
-    def _packed(self, shape: BatchShape, chunks: Sequence[Chunk]) -> np.ndarray:
-        views = shape.empty()
-        tokens, positions = views["tokens"][0], views["positions"][0]
-        starts = views["query_start"][0]
-        page_size = self.shape.page_size
-        at = row = 0
-        for i, chunk in enumerate(chunks):
-            seq, count = chunk.seq, chunk.stop - chunk.start
-            known = seq.tokens[chunk.start : chunk.stop]
-            tokens[at : at + len(known)] = known
-            if len(known) < count:
-                tokens[at + len(known) : at + count] = -(seq.slot + 1)
-            where = np.arange(chunk.start, chunk.stop, dtype=np.int32)
-            positions[at : at + count] = where
-            views["context_len"][0][i] = chunk.stop
-            views["prompt_len"][0][i] = seq.prompt_len
-            views["state_slot"][0][i] = seq.slot
-            for group, table in enumerate(seq.tables):
-                pages = views["page_table"][group][i]
-                pages[: len(table)] = table
-                views["slots"][group][at : at + count] = pages[where // page_size] * page_size + where % page_size
-            at += count
-            starts[i + 1] = at
-            if chunk.samples:
-                views["sample_rows"][0][row] = at - 1
-                row += 1
-        starts[len(chunks) + 1 :] = at
-        views["state_slot"][0][len(chunks) :] = self.shape.max_seqs
-        views["num_tokens"][0][()] = at
-        views["num_seqs"][0][()] = len(chunks)
-        return views["packed"][0]
-
     def _sampler_rows(self, rows: int, sampled: Sequence[Chunk]) -> np.ndarray:
         packed = self._empty_rows[:rows].copy()
-        for row, chunk in zip(packed, sampled, strict=False):
-            row[:] = chunk.seq.sampler_row
-            row[SLOT], row[POSITION] = chunk.seq.slot, chunk.stop
+        if sampled:
+            mine = packed[: len(sampled)]
+            np.stack([chunk.seq.sampler_row for chunk in sampled], out=mine)
+            mine[:, SLOT] = [chunk.seq.slot for chunk in sampled]
+            mine[:, POSITION] = [chunk.stop for chunk in sampled]
         return packed
 
     @cached_property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -74,22 +76,31 @@ class BatchShape:
             "sample_rows": ((r,),),
         }
 
-    @property
+    @cached_property
+    def _layout(self) -> dict[str, list[tuple[int, int, tuple[int, ...]]]]:
+        """Where each array stands in the packed one: from, to, and its shape."""
+        layout: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {}
+        at = 0
+        for name, shapes in self._sizes().items():
+            layout[name] = []
+            for shape in shapes:
+                layout[name].append((at, at + prod(shape), shape))
+                at += prod(shape)
+        return layout
+
+    @cached_property
     def packed_size(self) -> int:
         """How many int32 the packed metadata of such a batch holds."""
-        return sum(int(np.prod(shape)) for shapes in self._sizes().values() for shape in shapes)
+        return sum(prod(shape) for shapes in self._sizes().values() for shape in shapes)
 
     def empty(self) -> dict[str, list[np.ndarray]]:
         """Host arrays for every field, as views of one packed int32 array under the key "packed"."""
         packed = np.zeros(self.packed_size, np.int32)
-        views: dict[str, list[np.ndarray]] = {"packed": [packed]}
-        at = 0
-        for name, shapes in self._sizes().items():
-            views[name] = []
-            for shape in shapes:
-                size = int(np.prod(shape))
-                views[name].append(packed[at : at + size].reshape(shape))
-                at += size
+        views = {
+            name: [packed[start:stop].reshape(shape) for start, stop, shape in places]
+            for name, places in self._layout.items()
+        }
+        views["packed"] = [packed]
         for slots in views["slots"]:
             slots.fill(-1)
         return views
@@ -97,12 +108,7 @@ class BatchShape:
     def unpack(self, packed: Int32[Array, " n"]) -> Batch:
         """The batch that `packed` holds; traceable."""
         values: dict[str, Any] = {}
-        at = 0
-        for name, shapes in self._sizes().items():
-            parts = []
-            for shape in shapes:
-                size = int(np.prod(shape))
-                parts.append(packed[at : at + size].reshape(shape))
-                at += size
+        for name, places in self._layout.items():
+            parts = [packed[start:stop].reshape(shape) for start, stop, shape in places]
             values[name] = tuple(parts) if name in _GROUPED else parts[0]
         return Batch(**values)

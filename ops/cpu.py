@@ -3,8 +3,8 @@
 In a native op every sum runs over a row of its own in a fixed order (kernels/cpu/tier.h), so a row's result is bitwise
 the same whatever the number of rows, the neighbours, the bucket, the chunks of a prefill or the number of threads. All
 instruction sets with a fused multiply-add give the same bits; the baseline of x86-64 has none and gives its own.
-With `compute="fast"` weights in the form x16 (ops/packed.py) are multiplied with activations in int8, one scale for each
-32 of a row; all other weights, and all with "exact", with activations in float32.
+With `compute="fast"` weights in the form x16 (ops/packed.py) are multiplied with activations in int8, one scale for
+each 32 of a row; all other weights, and all with "exact", with activations in float32.
 
 Each function takes what its op takes, and returns NotImplemented where the kernels do not know a dtype or layout.
 `tier` picks an instruction set by its index in `tiers()` (-1: the best the machine has) and `threads` how many threads

@@ -81,7 +81,7 @@ def injected(engine: EngineCore, stage: str, at: int) -> Any:
         "schedule": (engine.scheduler, "_chunk"),
         "admission": (engine.scheduler.pages, "lookup"),
         "commit": (engine.scheduler, "commit"),
-        "packing": (engine.runner, "_packed"),
+        "packing": (engine.runner._packer, "pack"),
         "forward": (engine.runner, "forward_program"),
         "rows": (engine.runner, "_sampler_rows"),
         "state": (engine.runner, "load_program"),
