@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float32, Int32
 from inferax.errors import LoadError
 from inferax.loaders.config import config_json, gguf_config, hf_config
 from inferax.loaders.gguf import open_gguf
-from inferax.loaders.params import load_params
+from inferax.loaders.params import abstract_params, load_params
 from inferax.loaders.progress import progress_class
 from inferax.loaders.safetensors import open_safetensors
 from inferax.loaders.sources import resolve
@@ -24,6 +25,8 @@ from inferax.models.config import ModelConfig
 from inferax.models.decoder import Params, Tap
 from inferax.models.families import family_of_gguf, family_of_hf
 from inferax.ops.linear import Compute
+
+OnHeaders = Callable[[ModelConfig, Params], object]
 
 
 @dataclass(frozen=True)
@@ -59,22 +62,37 @@ def load(
     revision: str | None = None,
     progress: bool = False,
     pack_for: str | None = None,
+    on_headers: OnHeaders | None = None,
 ) -> Model:
     """Loads a model from a path, a Hugging Face id, or (None) the built-in default model.
 
     pack_for: "cpu" keeps packed weights in the form that its kernels read fastest; the same bytes in another order.
     dtype: converts floating matrices; packed ones stay packed. progress: bars on stderr while fetching and reading.
+    on_headers: called before any weight is read, with the config and the params as `jax.ShapeDtypeStruct`s.
     Raises LoadError or SourceError, naming the file, what is wrong with it, and the remedy.
     """
     path = resolve(source, progress=progress, revision=revision)
     bar = progress_class(progress)(desc="Loading", unit="B", unit_scale=True, leave=False)
     with bar:
         if path.suffix == ".gguf":
-            return _load_gguf(path, dtype, pack_for, bar)
-        return _load_safetensors(path, dtype, pack_for, bar)
+            return _load_gguf(path, dtype, pack_for, on_headers, bar)
+        return _load_safetensors(path, dtype, pack_for, on_headers, bar)
 
 
-def _load_gguf(path: Path, dtype: Any, pack_for: str | None, bar: Any) -> Model:
+def read_headers(path: Path, *, dtype: Any = None, pack_for: str | None = None) -> tuple[ModelConfig, Params]:
+    """What `load` would give to `on_headers`, and nothing more. path: as `resolve` gives it."""
+    if path.suffix == ".gguf":
+        with open_gguf(path) as file:
+            config = gguf_config(file, path)
+            table = family_of_gguf(file.architecture, str(path)).gguf_names(config)
+            return config, abstract_params(config, table, file, path, dtype=dtype, pack_for=pack_for)
+    config = hf_config(path)
+    table = family_of_hf(config_json(path).get("model_type"), str(path)).hf_names(config)
+    with open_safetensors(path) as source:
+        return config, abstract_params(config, table, source, path, dtype=dtype, pack_for=pack_for)
+
+
+def _load_gguf(path: Path, dtype: Any, pack_for: str | None, on_headers: OnHeaders | None, bar: Any) -> Model:
     file = open_gguf(path)
     try:
         config = gguf_config(file, path)
@@ -82,13 +100,15 @@ def _load_gguf(path: Path, dtype: Any, pack_for: str | None, bar: Any) -> Model:
         tokenizer = tokenizer_from_gguf(file.metadata, path)
         template = template_from_gguf(file.metadata, path)
         bar.total = sum(info.nbytes for info in file.tensors.values())
+        if on_headers is not None:
+            on_headers(config, abstract_params(config, table, file, path, dtype=dtype, pack_for=pack_for))
         params = load_params(config, table, file, path, progress=bar.update, dtype=dtype, pack_for=pack_for)
     finally:
         file.close()
     return _checked(Model(config, params, tokenizer, template, path))
 
 
-def _load_safetensors(path: Path, dtype: Any, pack_for: str | None, bar: Any) -> Model:
+def _load_safetensors(path: Path, dtype: Any, pack_for: str | None, on_headers: OnHeaders | None, bar: Any) -> Model:
     config = hf_config(path)
     table = family_of_hf(config_json(path).get("model_type"), str(path)).hf_names(config)
     source = open_safetensors(path)
@@ -96,6 +116,8 @@ def _load_safetensors(path: Path, dtype: Any, pack_for: str | None, bar: Any) ->
         tokenizer = load_tokenizer(path)
         template = load_template(path)
         bar.total = sum(info.nbytes for info in source.tensors.values())
+        if on_headers is not None:
+            on_headers(config, abstract_params(config, table, source, path, dtype=dtype, pack_for=pack_for))
         params = load_params(config, table, source, path, progress=bar.update, dtype=dtype, pack_for=pack_for)
     finally:
         source.close()

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from inferax.errors import LoadError
-from inferax.loaders.tensors import TensorInfo, TensorSource
+from inferax.loaders.tensors import DTYPES, TensorInfo, TensorSource
 from inferax.models.config import ModelConfig
 from inferax.models.weights import NameTable, Part, WeightEntry, weight_entries
 from inferax.ops.ggml import TYPES
-from inferax.ops.packed import Layout, PackedWeight, pack
+from inferax.ops.packed import X16, Layout, PackedWeight, pack
 
 # Tensors that files carry besides weights: buffers that the config already tells.
 _IGNORED = ("*rotary_emb.inv_freq", "*.masked_bias", "rope_freqs.weight", "rope_factors_*.weight")
@@ -55,6 +55,60 @@ def load_params(
             progress(sum(source.tensors[_name(table, p)].nbytes for p in entry.parts))
     params["layers"] = tuple(params["layers"])
     return params
+
+
+def abstract_params(
+    config: ModelConfig,
+    table: NameTable,
+    source: TensorSource,
+    file: Path,
+    *,
+    dtype: Any = None,
+    pack_for: str | None = None,
+) -> dict[str, Any]:
+    """What `load_params` would give, as `jax.ShapeDtypeStruct`s. Only headers are read. Raises as it does."""
+    entries = list(weight_entries(config))
+    _check(config, entries, table, source, file)
+    params: dict[str, Any] = {"layers": [{} for _ in config.layers]}
+    for entry in entries:
+        if entry.vectors:
+            leaf: Any = jax.ShapeDtypeStruct(entry.shape, np.float32)
+        else:
+            runs: list[tuple[str, int]] = []
+            for part in entry.parts:
+                kind = _kind(source.tensors[_name(table, part)], dtype)
+                before = runs.pop()[1] if runs and runs[-1][0] == kind else 0
+                runs.append((kind, before + part.shape[0]))
+            form = _form(entry, pack_for)
+            leaves = tuple(_abstract(kind, rows, entry.shape[1], form) for kind, rows in runs)
+            leaf = leaves[0] if len(leaves) == 1 else leaves
+        _place(params, entry.path, leaf)
+    params["layers"] = tuple(params["layers"])
+    return params
+
+
+def _kind(info: TensorInfo, dtype: Any) -> str:
+    """What a tensor's leaf is made of: a ggml type that stays packed, or the name of a dtype."""
+    if info.type in TYPES:
+        return info.type
+    return str(DTYPES[info.type] if dtype is None else np.dtype(dtype))
+
+
+def _form(entry: WeightEntry, pack_for: str | None) -> str | None:
+    # A tile must not reach across the parts of a fused weight.
+    return None if any(part.shape[0] % 16 for part in entry.parts) else pack_for
+
+
+def _abstract(kind: str, rows: int, width: int, pack_for: str | None) -> Any:
+    if kind not in TYPES:
+        return jax.ShapeDtypeStruct((rows, width), np.dtype(kind))
+    layout = Layout(kind)
+    blocks = width // layout.block
+    data = jax.ShapeDtypeStruct((rows, blocks, layout.block_bytes), np.uint8)
+    if pack_for == "cpu" and kind in X16 and rows % 16 == 0:
+        data = jax.ShapeDtypeStruct((rows // 16, blocks, 16 * layout.block_bytes), np.uint8)
+        layout = Layout(kind, "x16")
+    return PackedWeight(data, layout)  # type: ignore[arg-type]
 
 
 def _name(table: NameTable, part: Part) -> str:
@@ -118,9 +172,8 @@ def _matrix(
             runs[-1][1].append(array)
         else:
             runs.append((kind, [array]))
-    if any(part.shape[0] % 16 for part in entry.parts):
-        pack_for = None  # a tile must not reach across the parts of a fused weight
-    leaves = tuple(_leaf(kind, arrays, pack_for) for kind, arrays in runs)
+    form = _form(entry, pack_for)
+    leaves = tuple(_leaf(kind, arrays, form) for kind, arrays in runs)
     return leaves[0] if len(leaves) == 1 else leaves
 
 
