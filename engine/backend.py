@@ -7,9 +7,10 @@ import os
 import pickle
 import platform
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
@@ -19,6 +20,8 @@ from typing import Any, Protocol, cast
 import jax
 import jax.monitoring
 import numpy as np
+
+MAX_PROGRAMS, MAX_PROGRAM_BYTES = 512, 1 << 30  # that are kept in a folder
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,15 @@ class CompileStats:
     restored: int = 0
     compile_seconds: float = 0.0
     restore_seconds: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, seconds: float, *, restored: bool) -> None:
+        """One more program, from any thread."""
+        with self._lock:
+            if restored:
+                self.restored, self.restore_seconds = self.restored + 1, self.restore_seconds + seconds
+            else:
+                self.compiled, self.compile_seconds = self.compiled + 1, self.compile_seconds + seconds
 
 
 class _Copy:
@@ -135,8 +147,7 @@ class XlaBackend:
         started = time.perf_counter()
         restored = _restore(path)
         if restored is not None:
-            self.stats.restored += 1
-            self.stats.restore_seconds += time.perf_counter() - started
+            self.stats.add(time.perf_counter() - started, restored=True)
             return restored
         if self.on_compile is not None:
             self.on_compile(name)
@@ -157,8 +168,7 @@ class XlaBackend:
         lowered = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*shapes)
         with _jax_cache_hits() as hits:
             built = XlaExecutable(lowered.compile(), results)
-        self.stats.compiled += 1
-        self.stats.compile_seconds += time.perf_counter() - started
+        self.stats.add(time.perf_counter() - started, restored=False)
         if not hits:
             _save(path, built)
         return built
@@ -219,6 +229,7 @@ def _restore(path: Path | None) -> XlaExecutable | None:
         if hashlib.sha256(body).digest() != digest:
             return None
         payload, arguments, outputs, results = pickle.loads(body)
+        os.utime(path)  # used now; see _trim
         return XlaExecutable(deserialize_and_load(payload, arguments, outputs), results)
     except FileNotFoundError:
         return None
@@ -228,14 +239,15 @@ def _restore(path: Path | None) -> XlaExecutable | None:
 
 @contextmanager
 def _jax_cache_hits() -> Iterator[list[str]]:
-    """Events of jax's own compilation cache that served a program within.
+    """Events of jax's own compilation cache that served a program of this thread within.
 
     Such an executable has lost its code's symbols on CPU: serialized once more, it loads and then fails when it runs.
     """
     hits: list[str] = []
+    thread = threading.get_ident()
 
     def note(event: str, **_: Any) -> None:
-        if event == "/jax/compilation_cache/cache_hits":
+        if threading.get_ident() == thread and event == "/jax/compilation_cache/cache_hits":
             hits.append(event)
 
     jax.monitoring.register_event_listener(note)
@@ -257,8 +269,22 @@ def _save(path: Path | None, executable: XlaExecutable) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(body).digest() + body)
         os.replace(file.name, path)
+        _trim(path.parent)
     except (OSError, ValueError, pickle.PicklingError):
         return  # a full disk or a program that cannot be serialized costs the next start time, nothing else
+
+
+def _trim(folder: Path) -> None:
+    """Removes the programs that have not been used for longest beyond the folder's bounds."""
+    files = []
+    for path in folder.glob("*.program"):
+        with suppress(FileNotFoundError):  # another process trims too
+            files.append((path.stat().st_mtime, path.stat().st_size, path))
+    size = 0
+    for count, (_, bytes_, path) in enumerate(sorted(files, key=lambda f: f[0], reverse=True), start=1):
+        size += bytes_
+        if count > MAX_PROGRAMS or size > MAX_PROGRAM_BYTES:
+            path.unlink(missing_ok=True)
 
 
 def avals(tree: Any) -> Any:

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from inferax.engine.backend import Backend, Executable, HostCopy, avals
+from inferax.engine.backend import Backend, Executable, HostCopy
+from inferax.engine.compiled import Programs
 from inferax.engine.packing import Packer
-from inferax.engine.programs import EngineShape, forward, forward_all, sampler_params, score
-from inferax.engine.sampler import (
-    POSITION,
-    ROW_SIZE,
-    SLOT,
-    LogitsProcessor,
-    empty_rows,
-    empty_state,
-    load_slot,
-    processors_key,
-    sample_step,
-)
+from inferax.engine.programs import EngineShape, sampler_params
+from inferax.engine.sampler import POSITION, SLOT, LogitsProcessor, empty_rows
 from inferax.engine.scheduler import Chunk
 from inferax.engine.sequence import Sequence as Seq
 from inferax.models.config import ModelConfig
 from inferax.models.decoder import Params
-from inferax.ops.batch import BatchShape
-from inferax.ops.cache import cache_shape
 from inferax.ops.sampler_rows import words_for
 
 
@@ -63,7 +50,8 @@ class Runner:
     """Runs chunks of sequences through the two programs of a step. Programs are built when first needed.
 
     cache_dtype: dtype of the KV cache; ops/cache.py says how each holds a head.
-    processors: what requests may name in `SamplingParams.logits_processors`.
+    processors: what requests may name in `SamplingParams.logits_processors`. programs: those that were begun before the
+        params were there.
     """
 
     config: ModelConfig
@@ -72,106 +60,57 @@ class Runner:
     params: Params
     cache_dtype: Any
     processors: tuple[LogitsProcessor, ...] = ()
+    programs: Programs | None = None
     _cache: Any = field(init=False)
     _state: Any = field(init=False)
     _sampler_params: Any = field(init=False)
-    _programs: dict[Any, Executable] = field(init=False, default_factory=dict)
+    _masks_of: dict[int, Any] = field(init=False, default_factory=dict)
     _packer: Packer = field(init=False)
+    _scoring_started: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._packer = Packer(self.shape)
         self.params = self.backend.put(self.params)
         self._sampler_params = sampler_params(self.config, self.params)
+        self._compiled = self.programs or Programs(
+            self.config, self.shape, self.backend, self.params, self.cache_dtype, self.processors
+        )
         self.reset()
+
+    @property
+    def compiled(self) -> Programs:
+        return self._compiled
 
     def reset(self) -> None:
         """Empties the cache and the sampler state."""
-        c, s = self.config, self.shape
-        shapes = [
-            cache_shape(s.num_pages[c.group(i)], s.page_size, c.num_kv_heads, c.head_dim, self.cache_dtype)
-            for i in range(c.num_layers)
-        ]
-
-        def zeros() -> Any:
-            cache = tuple(jnp.zeros(shape, self.cache_dtype) for shape in shapes)
-            return cache, empty_state(s.max_seqs, c.vocab_size, s.context, self.processors)
-
-        cache = f"{shapes}, {jnp.dtype(self.cache_dtype).name}"
         self._cache = self._state = None  # so that there are never two
-        name = f"empty cache({cache}, {s.max_seqs}, {c.vocab_size}, {s.context}, {self._processor_key})"
-        self._cache, self._state = self._program("empty", lambda: self.backend.compile(zeros, name=name))()
+        self._cache, self._state = self._compiled.get(("empty", 0))()
 
-    def score_program(self, tokens: int) -> Executable:
-        """The program that scores the rows of a bucket."""
+    def may_score(self) -> bool:
+        """Whether prompts can be scored without waiting for a compiler; where not, it is set to work."""
+        missing = [key for key in self._compiled.scoring if not self._compiled.there([key])]
+        if missing and not self._scoring_started:
+            self._scoring_started = True
+            self._compiled.start(missing, threads=1)
+        return not missing
 
-        def build() -> Executable:
-            hidden = jax.ShapeDtypeStruct((tokens, self.config.width), jnp.float32)
-            ids = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-            return self.backend.compile(
-                partial(score, self.config),
-                *(avals(self._sampler_params), hidden, ids),
-                name=f"score({self.config}, {tokens})",
-            )
-
-        return self._program(("score", tokens), build)
-
-    def forward_program(self, shape: BatchShape, function: Callable[..., Any] = forward) -> Executable:
-        """The forward program of a bucket; `forward_all` gives the one that keeps all hidden states."""
-
-        def build() -> Executable:
-            packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32)
-            last = {"last_tokens": avals(self._state["last_tokens"])}
-            return self.backend.compile(
-                partial(function, self.config, shape),
-                *(avals(self.params), packed, avals(self._cache), last),
-                donate=(2,),
-                name=f"{function.__name__}({self.config}, {shape})",
-            )
-
-        return self._program((function.__name__, shape), build)
+    def forward_program(self, tokens: int, *, scores: bool = False) -> Executable:
+        """The forward program of a bucket, or the one that keeps all hidden states."""
+        return self._compiled.get(("forward_all" if scores else "forward", tokens))
 
     def sample_program(self, rows: int) -> Executable:
         """The sampling program for a bucket of rows."""
+        return self._compiled.get(("sample", rows))
 
-        def build() -> Executable:
-            hidden = jax.ShapeDtypeStruct((rows, self.config.width), jnp.float32)
-            packed = jax.ShapeDtypeStruct((rows, ROW_SIZE), jnp.int32)
-            masks = jax.ShapeDtypeStruct((rows, words_for(self.config.vocab_size)), jnp.uint32)
-            return self.backend.compile(
-                partial(sample_step, self.config, self.processors),
-                *(avals(self._sampler_params), hidden, packed, masks, avals(self._state)),
-                donate=(4,),
-                name=f"sample({self.config}, {rows}, {self._processor_key})",
-            )
-
-        return self._program(("sample", rows), build)
-
-    def load_program(self, row: dict[str, Any]) -> Executable:
+    def load_program(self) -> Executable:
         """The program that writes one slot of the sampler's state."""
-
-        def build() -> Executable:
-            return self.backend.compile(
-                load_slot,
-                *(avals(self._state), jax.ShapeDtypeStruct((), jnp.int32), avals(row)),
-                donate=(0,),
-                name=f"load slot({self.shape.max_seqs}, {self.config.vocab_size}, {self._processor_key})",
-            )
-
-        return self._program("load slot", build)
-
-    @cached_property
-    def _processor_key(self) -> str:
-        return processors_key(self.processors, self.config.vocab_size, self.shape.context)
+        return self._compiled.get(("load slot", 0))
 
     def _no_masks(self, rows: int) -> Any:
         """Masks for steps without a grammar, made once for each bucket."""
-        shape = (rows, words_for(self.config.vocab_size))
-        return self._program(("no masks", rows), lambda: self.backend.put(np.zeros(shape, np.uint32)))
-
-    def _program(self, key: Any, build: Any) -> Executable:
-        if key not in self._programs:
-            self._programs[key] = build()
-        return self._programs[key]
+        if rows not in self._masks_of:
+            self._masks_of[rows] = self.backend.put(np.zeros((rows, words_for(self.config.vocab_size)), np.uint32))
+        return self._masks_of[rows]
 
     def step(self, chunks: Sequence[Chunk]) -> StepResult:
         """Enqueues one step and returns without waiting for it."""
@@ -193,10 +132,10 @@ class Runner:
         )
         step = StepResult([c for c in chunks if c.samples], shape.rows)
         if any(c.seq.scoring for c in chunks):
-            step.rows, hidden, self._cache = self.forward_program(shape, forward_all)(*arguments)
+            step.rows, hidden, self._cache = self.forward_program(shape.tokens, scores=True)(*arguments)
             self._score(step, chunks, hidden, shape.tokens)
         else:
-            step.rows, self._cache = self.forward_program(shape)(*arguments)
+            step.rows, self._cache = self.forward_program(shape.tokens)(*arguments)
         return step
 
     def sample(self, step: StepResult) -> None:
@@ -206,7 +145,7 @@ class Runner:
         for seq in step.sampled:
             if seq.params.needs_slot and not seq.slot_loaded:
                 row = seq.slot_state(self.config.vocab_size, self.shape.context, self.processors)
-                self._state = self.load_program(row)(self._state, np.int32(seq.slot), row)
+                self._state = self.load_program()(self._state, np.int32(seq.slot), row)
                 seq.slot_loaded = True
         packed = self._sampler_rows(step.num_rows, step.samples)
         masks = self._masks(step)
@@ -232,7 +171,7 @@ class Runner:
                 ids[row : row + len(following)] = following
                 result.scored.append((chunk, row))
             row += chunk.stop - chunk.start
-        out = self.score_program(tokens)(self._sampler_params, hidden, ids)
+        out = self._compiled.get(("score", tokens))(self._sampler_params, hidden, ids)
         result.scores = {name: self.backend.get_async(array) for name, array in out.items()}
 
     def _sampler_rows(self, rows: int, sampled: Sequence[Chunk]) -> np.ndarray:

@@ -130,8 +130,8 @@ def empty_rows(count: int) -> np.ndarray:
     return np.tile(row, (count, 1))
 
 
-def empty_state(slots: int, vocab_size: int, context: int, processors: Sequence[LogitsProcessor] = ()) -> State:
-    """The sampler's state by sequence slot, with a spare last one for padding rows. Donated to each step.
+def state_shapes(slots: int, vocab_size: int, context: int, processors: Sequence[LogitsProcessor] = ()) -> State:
+    """Shapes of the sampler's state by sequence slot, with a spare last one for padding rows. Donated to each step.
 
     last_tokens: the token sampled last. history: the tokens so far. counts: how often each came in the answer. mu:
     mirostat's. Sets of tokens are bits: in_prompt, breaks (of DRY), allowed, ends (forbidden while the answer may not
@@ -139,20 +139,28 @@ def empty_state(slots: int, vocab_size: int, context: int, processors: Sequence[
     log-probabilities are reported. Only for requests that need it is a slot filled; other rows do not read theirs.
     """
     n, words = slots + 1, words_for(vocab_size)
-    bits = {name: jnp.zeros((n, words), jnp.uint32) for name in ("in_prompt", "breaks", "allowed", "ends")}
-    return bits | {
-        "last_tokens": jnp.zeros(n, jnp.int32),
-        "history": jnp.zeros((n, context), jnp.int32),
-        "counts": jnp.zeros((n, vocab_size), jnp.int16),
-        "mu": jnp.zeros(n, jnp.float32),
-        "bias_ids": jnp.zeros((n, MAX_BIASED), jnp.int32),
-        "bias": jnp.zeros((n, MAX_BIASED), jnp.float32),
-        "bad_words": jnp.zeros((n, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), jnp.int32),
-        "wanted": jnp.zeros((n, MAX_WANTED), jnp.int32),
-        "processors": {
-            p.name: {k: jnp.zeros((n, *v.shape), v.dtype) for k, v in p.parameters.items()} for p in processors
-        },
+
+    def leaf(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((n, *shape), dtype)
+
+    return {name: leaf(words, dtype=jnp.uint32) for name in ("in_prompt", "breaks", "allowed", "ends")} | {
+        "last_tokens": leaf(),
+        "history": leaf(context),
+        "counts": leaf(vocab_size, dtype=jnp.int16),
+        "mu": leaf(dtype=jnp.float32),
+        "bias_ids": leaf(MAX_BIASED),
+        "bias": leaf(MAX_BIASED, dtype=jnp.float32),
+        "bad_words": leaf(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
+        "wanted": leaf(MAX_WANTED),
+        "processors": {p.name: {k: leaf(*v.shape, dtype=v.dtype) for k, v in p.parameters.items()} for p in processors},
     }
+
+
+def empty_state(slots: int, vocab_size: int, context: int, processors: Sequence[LogitsProcessor] = ()) -> State:
+    """The sampler's state before any request."""
+    shapes = state_shapes(slots, vocab_size, context, processors)
+    empty: State = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return empty
 
 
 def slot_state(

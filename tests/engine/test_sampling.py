@@ -15,7 +15,9 @@ import pytest
 
 import inferax
 from inferax import SamplingParams
+from inferax.engine.backend import XlaBackend
 from inferax.engine.loop import run, scheduler_for
+from inferax.engine.runner import Runner
 from inferax.engine.sampler import LogitsProcessor
 from inferax.engine.scheduler import Scheduler
 from inferax.engine.sequence import Sequence
@@ -136,10 +138,8 @@ WIDTH = LogitsProcessor(
 
 
 def test_registered_processors(logits_after: Callable[[list[int]], np.ndarray]) -> None:
-    runner = engine()
-    runner.processors = (WIDTH,)
-    runner._programs.clear()
-    runner.reset()
+    plain_runner = engine()
+    runner = Runner(CONFIG, plain_runner.shape, XlaBackend(), random_params(CONFIG), jnp.float32, (WIDTH,))
     bias = np.random.default_rng(0).standard_normal(CONFIG.vocab_size).astype(np.float32)
 
     def change(logits: np.ndarray, ids: list[int]) -> None:

@@ -105,7 +105,10 @@ def test_a_wrong_form_refuses_its_request_only(llm: inferax.LLM) -> None:
         with pytest.raises(RequestError) as caught:
             llm.generate([PROMPT], [SamplingParams(structured_outputs=form)])
         assert caught.value.field == field
-    for given, problem in (({"jsn": {}}, "structured_outputs: it has no field 'jsn'"), ("x", "structured_outputs: 'x'")):
+    for given, problem in (
+        ({"jsn": {}}, "structured_outputs: it has no field 'jsn'"),
+        ("x", "structured_outputs: 'x'"),
+    ):
         with pytest.raises(RequestError, match=problem):
             SamplingParams(structured_outputs=given)  # type: ignore[arg-type]
     assert texts(llm, [asking(choice=["a"])]) == ["a"]
