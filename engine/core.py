@@ -67,6 +67,7 @@ class EngineCore:
         self._max_failures, self.clock = max_failures, clock
         self._live: dict[str, dict[Sequence, Timing]] = {}
         self._flight: _Flight | None = None
+        self._unbuilt: list[Sequence] = []  # that wait for programs which are being built
         self._ended: list[Sequence] = []  # in this step; they keep their slots while a program may name them
         # What is being done, and who is at fault where that fails.
         self._stage = ""
@@ -78,7 +79,7 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and self._flight is None
+        return self.scheduler.idle and self._flight is None and not self._unbuilt
 
     def add(self, seqs: SequenceType[Sequence], arrived: float | None = None) -> None:
         """Queues the sequences of a request. arrived: when it came, in seconds of the clock (default: now).
@@ -91,6 +92,10 @@ class EngineCore:
         timing = self.clock() if arrived is None else arrived
         for seq in seqs:
             self._live.setdefault(seq.request_id, {})[seq] = Timing(timing)
+        if any(seq.scoring for seq in seqs) and not self.runner.may_score():
+            self._unbuilt += seqs
+            return
+        for seq in seqs:
             self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> list[Event]:
@@ -127,7 +132,7 @@ class EngineCore:
         """Raises AssertionError unless slots and pages agree with the sequences that hold them."""
         self.scheduler.check_integrity()
         live = {seq for seqs in self._live.values() for seq in seqs}
-        assert live == set(self.scheduler.live), "the scheduler's sequences are not the live ones"
+        assert live == {*self.scheduler.live, *self._unbuilt}, "the scheduler's sequences are not the live ones"
         assert not any(seq.finished for seq in live), "a finished sequence is live"
 
     def repair(self) -> None:
@@ -142,6 +147,8 @@ class EngineCore:
     def _advance(self, events: list[Event]) -> None:
         started = self.clock()
         self._stage, self._suspects = "schedule", []
+        if self._unbuilt:
+            self._let_in()
         plan = self.scheduler.schedule()
         chunks, enqueued = plan.chunks, None
         for seq in plan.admitted:
@@ -165,6 +172,15 @@ class EngineCore:
             self._retire(events)
         self._flight = enqueued
         self.metrics.histograms["step_time_seconds"].observe(self.clock() - started)
+
+    def _let_in(self) -> None:
+        """Queues what waited for programs, once they are there. Waits a moment where there is nothing else to do."""
+        if self.scheduler.idle and self._flight is None:
+            self.runner.wait_to_score(timeout_s=0.05)
+        if self.runner.may_score():
+            for seq in self._unbuilt:
+                self.scheduler.add(seq)
+            self._unbuilt.clear()
 
     def _retire(self, events: list[Event]) -> None:
         """Reads the results of the step in flight and gives them to its sequences."""
@@ -238,7 +254,10 @@ class EngineCore:
     def _let_go(self) -> None:
         self._stage, self._suspects = "schedule", []
         while self._ended:
-            self.scheduler.finish(self._ended[-1])
+            if self._ended[-1] in self._unbuilt:
+                self._unbuilt.remove(self._ended[-1])
+            else:
+                self.scheduler.finish(self._ended[-1])
             self._ended.pop()
 
     def _fail(self, cause: Exception, events: list[Event]) -> None:
@@ -267,7 +286,7 @@ class EngineCore:
     def _restart(self, events: list[Event] | None = None) -> None:
         self._flight = None
         self._ended.clear()
-        live = [seq for seqs in self._live.values() for seq in seqs]
+        live = [seq for seqs in self._live.values() for seq in seqs if seq not in self._unbuilt]
         self.scheduler.restart(sorted(live, key=lambda seq: seq.arrival))
         for attempt in range(1, self._max_failures + 1):
             try:
@@ -286,4 +305,5 @@ class EngineCore:
             for seq in list(seqs):
                 self._end(seq, "error", events, self.dead)
         self._ended.clear()
+        self._unbuilt.clear()
         self.scheduler.restart(())

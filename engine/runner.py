@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -66,7 +67,7 @@ class Runner:
     _sampler_params: Any = field(init=False)
     _masks_of: dict[int, Any] = field(init=False, default_factory=dict)
     _packer: Packer = field(init=False)
-    _scoring_started: bool = field(init=False, default=False)
+    _scoring: list[Future[Executable]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._packer = Packer(self.shape)
@@ -87,12 +88,16 @@ class Runner:
         self._cache, self._state = self._compiled.get(("empty", 0))()
 
     def may_score(self) -> bool:
-        """Whether prompts can be scored without waiting for a compiler; where not, it is set to work."""
-        missing = [key for key in self._compiled.scoring if not self._compiled.there([key])]
-        if missing and not self._scoring_started:
-            self._scoring_started = True
-            self._compiled.start(missing, threads=1)
-        return not missing
+        """Whether prompts can be scored without waiting for a compiler; where not, it is set to work in a thread."""
+        if self._scoring is None:
+            missing = [key for key in self._compiled.scoring if not self._compiled.there([key])]
+            self._scoring = self._compiled.start(missing, threads=1)
+        # One that could not be built is built again where it is needed, and fails who needs it.
+        return all(future.done() for future in self._scoring)
+
+    def wait_to_score(self, timeout_s: float) -> None:
+        """Waits until prompts can be scored, but no longer than that."""
+        wait(self._scoring or (), timeout_s)
 
     def forward_program(self, tokens: int, *, scores: bool = False) -> Executable:
         """The forward program of a bucket, or the one that keeps all hidden states."""

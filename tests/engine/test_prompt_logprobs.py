@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 import inferax
 from inferax.engine.backend import XlaBackend
+from inferax.engine.core import EngineCore
 from inferax.engine.loop import run, scheduler_for
 from inferax.engine.params import SamplingParams
 from inferax.engine.programs import sampler_params, score
@@ -88,3 +91,41 @@ def test_likelihood_of_a_long_text(smollm2_path: Path) -> None:
     print(f"sum {sum(ours):.4f}, full logits {truth.sum():.4f}, largest difference {np.abs(ours - truth).max():.1e}")
     np.testing.assert_allclose(ours, truth, atol=1e-4)
     assert sum(ours) == pytest.approx(truth.sum(), rel=1e-6)
+
+
+class Slow(XlaBackend):
+    """A compiler that waits for leave to build what scores prompts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave, self.scored = threading.Event(), 0
+
+    def compile(self, fn: Any, *avals: Any, donate: Any = (), name: str) -> Any:
+        if name.startswith(("score", "forward_all")):
+            assert threading.current_thread() is not threading.main_thread(), "built on a request's path"
+            assert self.leave.wait(60)
+            self.scored += 1
+        return super().compile(fn, *avals, donate=donate, name=name)
+
+
+def test_others_go_on_while_the_scoring_programs_are_built() -> None:
+    backend = Slow()
+    runner = engine(backend=backend)
+    core = EngineCore(runner, scheduler_for(runner.shape, CONFIG.windows))
+    seq, plain = request(PROMPT, PARAMS), request(PROMPT[:40], SamplingParams(temperature=0, max_tokens=30))
+    aborted = request(PROMPT[:50], PARAMS)
+    seq.request_id, plain.request_id, aborted.request_id = "scored", "plain", "aborted"
+    for each in (seq, aborted, plain):
+        core.add([each])
+    while not plain.finished:
+        core.step()
+        core.check_integrity()
+    core.abort("aborted")
+    assert not core.idle and seq.prompt_logprobs == [None] and not seq.finished
+    before = backend.stats.compiled
+    backend.leave.set()
+    while not core.idle:
+        core.step()
+        core.check_integrity()
+    assert len(sums(seq)) == len(PROMPT) - 1 and aborted.output.finish_reason == "abort"
+    assert backend.scored == len(runner.compiled.scoring) == backend.stats.compiled - before
