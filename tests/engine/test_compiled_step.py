@@ -96,3 +96,16 @@ def test_weights_are_as_large_as_the_file(case: tuple[Path, inferax.Model]) -> N
         stored = sum(info.nbytes for info in file.tensors.values())
     print(f"{path.name}: {weight_bytes(model.params)} bytes of leaves, {stored} of tensors")
     assert weight_bytes(model.params) <= 1.03 * stored
+
+
+@pytest.mark.parametrize("seqs", [1, 16, 64, 256, 300, 1000])
+@pytest.mark.parametrize("tokens", [1, 16, 256, 1024, 2000, 8192])
+def test_there_are_at_most_twelve_programs(seqs: int, tokens: int) -> None:
+    shape = EngineShape(seqs, tokens, 16, (8,), (64,))
+    assert len(shape.token_ladder) + len(shape.row_ladder) <= 12
+    assert (shape.token_ladder[-1], shape.row_ladder[-1]) == (tokens, seqs)
+    for ladder, most in ((shape.token_ladder, tokens), (shape.row_ladder, seqs)):
+        assert list(ladder) == sorted(set(ladder)) and ladder[-1] == most
+    for count in range(1, tokens + 1, 97):
+        batch = shape.batch_shape(count)
+        assert batch.tokens >= count and batch.rows >= min(count, seqs)

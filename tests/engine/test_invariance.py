@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, quants
 
 from inferax.engine.backend import XlaBackend
 from inferax.engine.loop import run, scheduler_for
@@ -23,7 +25,9 @@ from inferax.engine.scheduler import Scheduler
 from inferax.engine.sequence import Sequence
 from inferax.kernels import cpu
 from inferax.models.config import LayerSpec, ModelConfig
+from inferax.ops.ggml import TYPES
 from inferax.ops.linear import Compute
+from inferax.ops.packed import Layout, PackedWeight, pack
 from inferax.ops.rotary import RotarySpec
 from tests.engine.tiny import random_params
 
@@ -47,11 +51,12 @@ class Mode:
     compute: Compute
     cache: str
     layers: int = 3
+    packed: bool = False  # weights of four types in the form x16, whose products are with int8
 
 
 MODES = {
     "exact": Mode("exact", "float32"),
-    "fast": Mode("fast", "bfloat16"),
+    "fast": Mode("fast", "bfloat16", packed=True),
     "int8 cache": Mode("exact", "int8", layers=2),
     "float8 cache": Mode("fast", "float8_e4m3fn", layers=2),
 }
@@ -60,7 +65,27 @@ MODES = {
 @functools.cache  # programs are compiled once for each shape
 def runner(mode: Mode, shape: EngineShape) -> Runner:
     c = config(mode.compute, mode.layers)
-    return Runner(c, shape, XlaBackend(), random_params(c), jnp.dtype(mode.cache))
+    params = random_params(c)
+    return Runner(c, shape, XlaBackend(), packed(params) if mode.packed else params, jnp.dtype(mode.cache))
+
+
+def packed(params: dict[str, Any]) -> dict[str, Any]:
+    """The layers' matrices quantized, each layer to another type."""
+    types = ("Q4_0", "Q8_0", "Q5_1")
+
+    def quantized(matrix: Any, name: str) -> PackedWeight:
+        info = TYPES[name]
+        rows = quants.quantize(np.asarray(matrix), GGMLQuantizationType[name])
+        data = rows.reshape(matrix.shape[0], matrix.shape[1] // info.block, info.block_bytes)
+        tiled = pack(PackedWeight(data, Layout(name)), "cpu")
+        assert tiled.layout.form == "x16"
+        return jax.tree.map(jnp.asarray, tiled)  # type: ignore[no-any-return]
+
+    layers = tuple(
+        {key: quantized(leaf, name) if leaf.ndim == 2 else leaf for key, leaf in layer.items()}
+        for layer, name in zip(params["layers"], types, strict=True)
+    )
+    return params | {"layers": layers}
 
 
 class Engine:
