@@ -125,6 +125,7 @@ class AsyncEngine:
     max_waiting_requests, max_waiting_tokens: bounds on the samples that wait and on their prompts' tokens; what comes
         on top is refused with a QueueFullError. None: no bound.
     watchdog_s: a step that takes longer makes the engine `stuck` until it ends. Compiling counts as well.
+    warm_up: on, unlike in `LLM`, so that no request waits for a compiler.
     All other arguments are those of `LLM`. Use it as an async context manager, or `await shutdown()` at the end.
     """
 
@@ -142,7 +143,7 @@ class AsyncEngine:
         for name, value in (("max_waiting_requests", max_waiting_requests), ("max_waiting_tokens", max_waiting_tokens)):
             if value is not None and value < 1:
                 raise RequestError(name, f"{value} is less than 1")
-        engine = build_engine(model, **arguments)
+        engine = build_engine(model, **{"warm_up": True} | arguments)
         engine.scheduler.max_waiting, engine.scheduler.max_waiting_tokens = max_waiting_requests, max_waiting_tokens
         core = EngineCore(engine.runner, engine.scheduler)
         self.model, self.max_model_len = engine.model, engine.max_model_len

@@ -33,13 +33,15 @@ class LLM:
     compute: "fast" (the default: KV cache in bfloat16; platforms may quantize activations) or "exact" (float32).
     max_model_len: tokens of prompt and answer at most; by default the model's context, or what fits the KV cache.
     max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens per step.
-    kv_cache_memory_bytes: size of the KV cache; by default what the sequences can need, at most 1 GiB and a
-        quarter of the memory that is free.
+    kv_cache_memory_bytes: size of the KV cache; by default room for one sequence of full length, or for 4,096 tokens
+        of each if that is more, at most half of the memory that everything else leaves free.
+    kv_cache_dtype: "f32", "bf16", "int8", "fp8", or "auto": bf16 for fast, f32 for exact.
     scheduling_policy: "fcfs", "priority" or "lpm" (longest cached prefix first).
     enable_prefix_caching: whether prompts reuse the pages of earlier ones with the same beginning.
     seed: makes the seeds of requests without one reproducible.
     logits_processors: what requests may name in `SamplingParams.logits_processors`; compiled into the sampler.
     reasoning_end: text or token ids at which a reasoning block ends; `structured_outputs` holds from there on.
+    warm_up: builds all programs of a step now, while the weights are read, and not when they are first needed.
     progress: bars on stderr while fetching, loading and compiling.
     Raises LoadError or SourceError for a model that cannot be loaded, RequestError for an impossible size.
     """
@@ -55,12 +57,14 @@ class LLM:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 256,
         kv_cache_memory_bytes: int | None = None,
+        kv_cache_dtype: str = "auto",
         scheduling_policy: Policy = "fcfs",
         enable_prefix_caching: bool = True,
         seed: int | None = None,
         progress: bool = False,
         logits_processors: Sequence[LogitsProcessor] = (),
         reasoning_end: str | Sequence[int] | None = None,
+        warm_up: bool = False,
         backend: Backend | None = None,
     ) -> None:
         self._progress = progress
@@ -73,14 +77,17 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_cache_dtype=kv_cache_dtype,
             scheduling_policy=scheduling_policy,
             enable_prefix_caching=enable_prefix_caching,
             progress=progress,
             logits_processors=logits_processors,
+            warm_up=warm_up,
             backend=backend,
             on_compile=self._announce,
         )
         self.model, self.config, self.max_model_len = engine.model, engine.config, engine.max_model_len
+        self.memory_plan = engine.plan
         self.tokenizer = self.model.tokenizer
         self._core = EngineCore(engine.runner, engine.scheduler)
         self._requests = Requests(self.model, self.max_model_len, seed, self.runner.processors, reasoning_end)

@@ -66,6 +66,11 @@ class MemoryPlan:
     def total(self) -> int:
         return sum(row.bytes for row in self.rows)
 
+    def with_temporaries(self, measured: int) -> MemoryPlan:
+        """The same plan with what the compiled programs say of themselves in place of the estimate."""
+        row = MemoryRow("temporaries", measured, "by the compiled programs' own analysis")
+        return replace(self, rows=tuple(row if r.name == row.name else r for r in self.rows))
+
 
 @dataclass(frozen=True)
 class Demand:

@@ -83,7 +83,7 @@ class Scheduler:
         RequestError where one could not run even with all pages to itself."""
         for seq in seqs:
             if not self.pages.fits(seq.prompt_len + 1):
-                pool = min(self.pages.num_pages) * self.pages.page_size
+                pool = self.pages.num_pages[0] * self.pages.page_size
                 raise RequestError(
                     "prompt",
                     f"its {seq.prompt_len} tokens and one more do not fit the KV cache of {pool} tokens; "
