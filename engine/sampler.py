@@ -235,7 +235,8 @@ def sample_step(
     rows = SamplerRows(packed[:, :ROW_WIDTH])
     extra = {name: packed[:, ROW_WIDTH + i] for i, name in enumerate(_EXTRA)}
     slot, position = rows["slot"], rows["position"]
-    raw = decoder.logits(config, params, hidden)
+    spare = state["last_tokens"].shape[0] - 1
+    raw = decoder.logits(config, params, hidden, jnp.sum(slot != spare, dtype=jnp.int32))
     logits = jax.lax.cond(
         jnp.any(extra["changes"] > 0), partial(_change, processors, raw, masks, state, rows, extra), lambda: raw
     )

@@ -65,6 +65,7 @@ def forward(
     sequence = batch.sequence_of_row()
     lengths = jnp.maximum(batch.prompt_len[sequence], batch.positions + 1)
     rotaries = [rotary(batch.positions, lengths, spec) for spec in config.rotaries]
+    how: Any = {"count": batch.num_tokens, "compute": config.compute}
     attention_scale = config.attention_scale or 1 / math.sqrt(config.head_dim)
 
     new_cache = []
@@ -86,7 +87,7 @@ def forward(
             softcap=config.attention_softcap,
             group=config.group(i),
         )
-        qkv = linear(x, weights["qkv"], norm=norms[0], bias=_row(params, "qkv_bias", i), compute=config.compute)
+        qkv = linear(x, weights["qkv"], norm=norms[0], bias=_row(params, "qkv_bias", i), **how)
         heads, leaf = attention(
             qkv, cache[i], batch, spec,
             rotary=None if layer.rotary is None else rotaries[layer.rotary], qk_norm=qk_norm,
@@ -94,12 +95,10 @@ def forward(
         new_cache.append(leaf)
         o_bias = _row(params, "o_bias", i)
         if split:
-            out = all_reduce(linear(heads, weights["o"], compute=config.compute), mesh_axes)
+            out = all_reduce(linear(heads, weights["o"], **how), mesh_axes)
             x = x + seen(f"layers.{i}.attention", _finish(out, o_bias, post_attn, scale))
         else:
-            x = linear(
-                heads, weights["o"], bias=o_bias, residual=x, post_norm=post_attn, scale=scale, compute=config.compute
-            )
+            x = linear(heads, weights["o"], bias=o_bias, residual=x, post_norm=post_attn, scale=scale, **how)
 
         mlp = partial(
             gated_mlp,
@@ -108,7 +107,7 @@ def forward(
             activation=config.activation,
             norm=mlp_norm,
             gate_up_bias=_row(params, "gate_up_bias", i),
-            compute=config.compute,
+            **how,
         )
         down_bias = _row(params, "down_bias", i)
         if split:
@@ -138,9 +137,11 @@ def final_norm(config: ModelConfig, params: Params) -> Norm:
     return _norm(config, params, config.num_layers * config.norms_per_layer)
 
 
-def logits(config: ModelConfig, params: Params, hidden: Float32[Array, "T D"]) -> Float32[Array, "T V"]:
-    """Logits of rows of hidden states as `forward` returns them."""
-    out = linear(hidden, head(params), norm=final_norm(config, params), compute=config.compute)
+def logits(
+    config: ModelConfig, params: Params, hidden: Float32[Array, "T D"], count: Int32[Array, ""] | None = None
+) -> Float32[Array, "T V"]:
+    """Logits of rows of hidden states as `forward` returns them; of the first `count` where it is given."""
+    out = linear(hidden, head(params), norm=final_norm(config, params), count=count, compute=config.compute)
     if config.logit_scale != 1.0:
         out = out * jnp.float32(config.logit_scale)
     cap = config.logit_softcap

@@ -144,6 +144,7 @@ def linear(
     bias: Array | None,
     residual: Array | None,
     post_norm: Norm | None,
+    count: Array | None = None,
     *,
     activation: Activation | None,
     scale: float,
@@ -157,11 +158,12 @@ def linear(
     rows, k = x.shape
     results = [_f32((rows, out_width(w))), *_inputs(rows, k, w, norm, compute)]
     # `has` counts a bit for gated_mlp's second bias too.
-    vectors = (*_pair(norm), bias, None, residual, *_pair(post_norm))
-    return jax.ffi.ffi_call("inferax_linear_v1", results)(
+    vectors = (*_pair(norm), bias, None, residual, *_pair(post_norm), count)
+    return jax.ffi.ffi_call("inferax_linear_v2", results)(
         *_floats(x),
         *weight[0],
-        *_floats(*vectors),
+        *_floats(*vectors[:-1]),
+        *([] if count is None else [count.astype(jnp.int32)]),
         types=weight[1],
         has=_has(*vectors),
         norm_eps=_eps(norm),
@@ -183,6 +185,7 @@ def gated_mlp(
     down_bias: Array | None,
     residual: Array | None,
     post_norm: Norm | None,
+    count: Array | None = None,
     *,
     activation: Activation,
     scale: float,
@@ -200,12 +203,13 @@ def gated_mlp(
         *_inputs(rows, width, gate_up, norm, compute),
         *_quantized(rows, in_width(down), down, compute),
     ]
-    vectors = (*_pair(norm), gate_up_bias, down_bias, residual, *_pair(post_norm))
-    return jax.ffi.ffi_call("inferax_gated_mlp_v1", results)(
+    vectors = (*_pair(norm), gate_up_bias, down_bias, residual, *_pair(post_norm), count)
+    return jax.ffi.ffi_call("inferax_gated_mlp_v2", results)(
         *_floats(x),
         *first[0],
         *second[0],
-        *_floats(*vectors),
+        *_floats(*vectors[:-1]),
+        *([] if count is None else [count.astype(jnp.int32)]),
         types=first[1],
         down_types=second[1],
         has=_has(*vectors),

@@ -72,12 +72,13 @@ def linear_reference(
     bias: Float[Array, " N"] | None,
     residual: Float[Array, "T N"] | None,
     post_norm: Norm | None,
+    count: Int32[Array, ""] | None = None,
     *,
     activation: Activation | None,
     scale: float,
     compute: Compute,
 ) -> Float32[Array, "T N"]:
-    del compute
+    del compute, count
     y = matmul_reference(x if norm is None else norm_reference(x, norm), w)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
@@ -95,12 +96,13 @@ def gated_mlp_reference(
     down_bias: Float[Array, " D"] | None,
     residual: Float[Array, "T D"] | None,
     post_norm: Norm | None,
+    count: Int32[Array, ""] | None = None,
     *,
     activation: Activation,
     scale: float,
     compute: Compute,
 ) -> Float32[Array, "T D"]:
-    del compute
+    del compute, count
     h = matmul_reference(x if norm is None else norm_reference(x, norm), gate_up)
     if gate_up_bias is not None:
         h = h + gate_up_bias.astype(jnp.float32)
@@ -120,8 +122,8 @@ def embed_reference(ids: Int32[Array, " T"], w: Weight, *, scale: float) -> Floa
     return rows if scale == 1.0 else rows * jnp.float32(scale)
 
 
-_linear = Op("linear", linear_reference, rows=(0, 4))
-_gated_mlp = Op("gated_mlp", gated_mlp_reference, rows=(0, 6))
+_linear = Op("linear", linear_reference, rows=(0, 4), hints=(6,))
+_gated_mlp = Op("gated_mlp", gated_mlp_reference, rows=(0, 6), hints=(8,))
 _embed = Op("embed", embed_reference, rows=(0,))
 
 
@@ -135,13 +137,15 @@ def linear(
     residual: Float[Array, "T N"] | None = None,
     post_norm: Norm | None = None,
     scale: float = 1.0,
+    count: Int32[Array, ""] | None = None,
     compute: Compute = "exact",
 ) -> Float32[Array, "T N"]:
     """`residual + scale * post_norm(activation(norm(x) @ w.T + bias))`, each part where it is given.
 
-    `compute="fast"` allows a platform to quantize activations where `w` is packed.
+    count: how many leading rows are wanted; what the others hold is not defined. `compute="fast"` allows a platform to
+    quantize activations where `w` is packed.
     """
-    return _linear(x, w, norm, bias, residual, post_norm, activation=activation, scale=scale, compute=compute)
+    return _linear(x, w, norm, bias, residual, post_norm, count, activation=activation, scale=scale, compute=compute)
 
 
 def gated_mlp(
@@ -156,14 +160,15 @@ def gated_mlp(
     residual: Float[Array, "T D"] | None = None,
     post_norm: Norm | None = None,
     scale: float = 1.0,
+    count: Int32[Array, ""] | None = None,
     compute: Compute = "exact",
 ) -> Float32[Array, "T D"]:
     """`residual + scale * post_norm((activation(gate) * up) @ down.T)` with `gate, up = norm(x) @ gate_up.T`.
 
-    GLU variants: Shazeer 2020. `gate_up` [2F, D] holds the gate's rows first.
+    GLU variants: Shazeer 2020. `gate_up` [2F, D] holds the gate's rows first. count: as in `linear`.
     """
     return _gated_mlp(
-        x, gate_up, down, norm, gate_up_bias, down_bias, residual, post_norm,
+        x, gate_up, down, norm, gate_up_bias, down_bias, residual, post_norm, count,
         activation=activation, scale=scale, compute=compute,
     )  # fmt: skip
 

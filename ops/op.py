@@ -31,6 +31,7 @@ class Op(Generic[P, R]):
     default: the lowering on a platform that has no implementation of its own (`reference` unless given).
     rows: positions of the operands whose every leaf has a leading axis of T independent rows. A `vmap` over only
         those folds the mapped axis into T, provided every result has that leading axis too.
+    hints: positions of operands that only tell what may be left out; they are dropped where an axis is folded.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class Op(Generic[P, R]):
         reference: Callable[P, R],
         default: Callable[P, R] | None = None,
         rows: Sequence[int] = (),
+        hints: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.reference = reference
         self.default: Callable[P, R] = default or reference
-        self.rows = tuple(rows)
+        self.rows, self.hints = tuple(rows), tuple(hints)
         self._implementations: dict[str, Implementation] = {}
         self.primitive = primitive = Primitive(f"inferax.{name}")
         primitive.multiple_results = True
@@ -121,13 +123,19 @@ class Op(Generic[P, R]):
         size = next(x.shape[a] for x, a in zip(leaves, axes, strict=True) if a is not None)
         moved = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(leaves, axes, strict=True)]
         mapped = [a is not None for a in axes]
-        is_row = self._row_leaves(call, len(leaves))
-        if self.rows and not any(m and not r for m, r in zip(mapped, is_row, strict=True)):
+        is_row, is_hint = (self._leaves_of(which, call, len(leaves)) for which in (self.rows, self.hints))
+        if self.rows and not any(m and not r and not h for m, r, h in zip(mapped, is_row, is_hint, strict=True)):
             folded = []
             for x, m, r in zip(moved, mapped, is_row, strict=True):
                 if r and not m:
                     x, m = jnp.broadcast_to(x, (size, *x.shape)), True
-                folded.append(x.reshape(size * x.shape[1], *x.shape[2:]) if m else x)
+                folded.append(x.reshape(size * x.shape[1], *x.shape[2:]) if r else x)
+            if any(is_hint):
+                operands = list(jax.tree.unflatten(call[0], folded))
+                for position in self.hints:
+                    operands[position] = None
+                folded, tree = jax.tree.flatten(tuple(operands))
+                call = (tree, call[1])
             results = self.primitive.bind(*folded, call=call)
             return [r.reshape(size, r.shape[0] // size, *r.shape[1:]) for r in results], [0] * len(results)
 
@@ -139,13 +147,13 @@ class Op(Generic[P, R]):
         results = jax.lax.map(one, [x for x, m in zip(moved, mapped, strict=True) if m])
         return results, [0] * len(results)
 
-    def _row_leaves(self, call: Any, count: int) -> list[bool]:
+    def _leaves_of(self, positions: Sequence[int], call: Any, count: int) -> list[bool]:
         operands = jax.tree.unflatten(call[0], range(count))
-        rows = [False] * count
-        for position in self.rows:
-            for leaf in jax.tree.leaves(operands[position]):
-                rows[leaf] = True
-        return rows
+        found = [False] * count
+        for position in positions:
+            for leaf in jax.tree.leaves(operands[position]) if position < len(operands) else ():
+                found[leaf] = True
+        return found
 
 
 def _shapes(values: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:

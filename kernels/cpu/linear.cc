@@ -5,7 +5,7 @@ namespace inferax {
 namespace {
 
 // Bits of the attribute `has`, in operand order.
-enum : int32_t { kNormWeight = 1, kNormBias = 2, kBias = 4, kDownBias = 8, kResidual = 16, kPostWeight = 32, kPostBias = 64 };
+enum : int32_t { kNormWeight = 1, kNormBias = 2, kBias = 4, kDownBias = 8, kResidual = 16, kPostWeight = 32, kPostBias = 64, kCount = 128 };
 
 // What follows a product, from its raw sums in y [m, n] on.
 struct Epilogue {
@@ -50,6 +50,12 @@ void AddProduct(Phases& phases, const Kernels& kernels, const Input& x, int64_t 
     epilogue.Columns(kernels, y, m, n, first, last);
   });
   epilogue.AddRows(phases, kernels, y, m, n);
+}
+
+// How many of the m rows are wanted; the others become zero.
+int64_t Wanted(Operands& in, int32_t has, int64_t m, const char* name) {
+  const int32_t* count = (has & kCount) != 0 ? in.Ints(1, name) : nullptr;
+  return count == nullptr ? m : std::clamp<int64_t>(*count, 0, m);
 }
 
 // Results that are scratch, in the order that ops/cpu.py gives them. Null where one is not wanted; an error where it is
@@ -110,6 +116,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   epilogue.post = post;
   epilogue.activation = activation;
   epilogue.scale = scale;
+  const int64_t live = Wanted(in, has, m, "count");
   CheckTiles(in, w);
   Spare spare(rets, in, 0);
   float* y = spare.Next<float>(true, m * n);
@@ -118,11 +125,13 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   if (!in.error().success()) return in.error();
   if (m == 0 || n == 0) return ffi::Error::Success();
 
+  std::fill(y + live * n, y + m * n, 0.0f);
+  if (live == 0) return ffi::Error::Success();
   Phases phases;
   const Input input =
-      AddInput(phases, *kernels, static_cast<const float*>(x.untyped_data()), m, k, norm, xn, quantized);
-  AddProduct(phases, *kernels, input, m, k, w, epilogue, y, NumThreads(pool, threads));
-  phases.Run(pool, m * n * k, threads);
+      AddInput(phases, *kernels, static_cast<const float*>(x.untyped_data()), live, k, norm, xn, quantized);
+  AddProduct(phases, *kernels, input, live, k, w, epilogue, y, NumThreads(pool, threads));
+  phases.Run(pool, live * n * k, threads);
   return ffi::Error::Success();
 }
 
@@ -151,6 +160,7 @@ ffi::Error GatedMlp(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   epilogue.post = {in.Floats(has & kPostWeight, n, "post norm"), in.Floats(has & kPostBias, n, "post norm bias"),
                    post_eps, (layer & 2) != 0};
   epilogue.scale = scale;
+  const int64_t live = Wanted(in, has, m, "count");
   CheckTiles(in, gate_up);
   CheckTiles(in, down);
   if (AnyInt8(gate_up) && f % 16 != 0) in.Fail("gated_mlp: the width of a tiled weight is not a multiple of 16");
@@ -164,18 +174,20 @@ ffi::Error GatedMlp(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   if (!in.error().success()) return in.error();
   if (m == 0 || n == 0) return ffi::Error::Success();
 
+  std::fill(y + live * n, y + m * n, 0.0f);
+  if (live == 0) return ffi::Error::Success();
   const int64_t workers = NumThreads(pool, threads);
   Phases phases;
-  const Input input = AddInput(phases, kernels, static_cast<const float*>(x.untyped_data()), m, d, norm, xn, quantized);
-  const int64_t rows = RowsPerChunk(kernels, m, f, d, AnyInt8(gate_up), workers);
-  const int64_t expanded = ProductScratch(kernels, m, d);
+  const Input input = AddInput(phases, kernels, static_cast<const float*>(x.untyped_data()), live, d, norm, xn, quantized);
+  const int64_t rows = RowsPerChunk(kernels, live, f, d, AnyInt8(gate_up), workers);
+  const int64_t expanded = ProductScratch(kernels, live, d);
   phases.Add((f + rows - 1) / rows, [=, &kernels, &gate_up](int64_t chunk) {
     const int64_t first = chunk * rows, last = std::min(f, first + rows), count = last - first;
-    float* scratch = Scratch(expanded + m * count);
+    float* scratch = Scratch(expanded + live * count);
     float* up = scratch + expanded;
-    MultiplyParts(kernels, input, m, d, gate_up, first, last, scratch, h + first, ldh);
-    MultiplyParts(kernels, input, m, d, gate_up, f + first, f + last, scratch, up, count);
-    for (int64_t r = 0; r < m; ++r) {
+    MultiplyParts(kernels, input, live, d, gate_up, first, last, scratch, h + first, ldh);
+    MultiplyParts(kernels, input, live, d, gate_up, f + first, f + last, scratch, up, count);
+    for (int64_t r = 0; r < live; ++r) {
       kernels.gate(h + r * ldh + first, up + r * count, count, bias == nullptr ? nullptr : bias + first,
                    bias == nullptr ? nullptr : bias + f + first, activation);
       if (last == f) std::fill(h + r * ldh + f, h + (r + 1) * ldh, 0.0f);
@@ -183,10 +195,10 @@ ffi::Error GatedMlp(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   });
   Input hidden = {h, ldh, nullptr};
   if (hq != nullptr) {  // then f is a multiple of 32, and ldh is f
-    hidden = AddInput(phases, kernels, h, m, f, NormSpec{}, nullptr, hq);
+    hidden = AddInput(phases, kernels, h, live, f, NormSpec{}, nullptr, hq);
   }
-  AddProduct(phases, kernels, hidden, m, f, down, epilogue, y, workers);
-  phases.Run(pool, m * (2 * f * d + n * f), threads);
+  AddProduct(phases, kernels, hidden, live, f, down, epilogue, y, workers);
+  phases.Run(pool, live * (2 * f * d + n * f), threads);
   return ffi::Error::Success();
 }
 

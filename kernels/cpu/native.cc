@@ -141,8 +141,8 @@ NB_MODULE(_native, m) {
   m.def("registrations", [] {
     nb::dict handlers;
     handlers["inferax_norm_v1"] = inferax::Capsule(inferax::kNorm);
-    handlers["inferax_linear_v1"] = inferax::Capsule(inferax::kLinear);
-    handlers["inferax_gated_mlp_v1"] = inferax::Capsule(inferax::kGatedMlp);
+    handlers["inferax_linear_v2"] = inferax::Capsule(inferax::kLinear);
+    handlers["inferax_gated_mlp_v2"] = inferax::Capsule(inferax::kGatedMlp);
     handlers["inferax_embed_v1"] = inferax::Capsule(inferax::kEmbed);
     handlers["inferax_rotary_v1"] = inferax::Capsule(inferax::kRotary);
     handlers["inferax_logprobs_v1"] = inferax::Capsule(inferax::kLogProbs);

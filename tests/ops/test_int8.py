@@ -37,6 +37,10 @@ def rounded(x: Any) -> np.ndarray:
     return out
 
 
+def silu(y: np.ndarray) -> np.ndarray:
+    return y * (1 + np.tanh(y / 2)) / 2
+
+
 def fast(
     x: Any, w: Any, norm: Any = None, bias: Any = None, residual: Any = None, post: Any = None, **more: Any
 ) -> Any:
@@ -180,3 +184,29 @@ def test_the_meaning_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = np.asarray(x, np.float64) @ np.asarray(dequantize(w), np.float64).T
     got = np.asarray(fast(x, w), np.float64)
     assert np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) < 0.01
+
+
+def test_rows_beyond_the_count_are_not_computed() -> None:
+    """The wanted ones are bitwise the same, whatever the others hold; with floats as with int8."""
+    x, residual = array(40, 256, key="x"), array(40, 48, key="r")
+    for w, compute in ((tiled("Q4_1", 48, 256), "fast"), (array(48, 256, key="w"), "exact")):
+        whole = jax.jit(
+            lambda x, r, w=w, c=compute: cpu.linear(x, w, None, None, r, None, activation=None, scale=1.0, compute=c)
+        )
+        some = jax.jit(
+            lambda x, r, n, w=w, c=compute: cpu.linear(
+                x, w, None, None, r, None, n, activation=None, scale=1.0, compute=c
+            )
+        )
+        want = np.asarray(whole(x, residual))
+        for count in (0, 1, 7, 8, 9, 39, 40, 99):
+            got = np.asarray(some(x.at[count:].set(np.nan), residual, jnp.int32(count)))
+            assert_same(got[:count], want[:count])
+            assert np.all(got[count:] == 0)
+    gate_up, down = tiled("Q4_0", 128, 256), tiled("Q8_0", 256, 64)
+    mlp = jax.jit(
+        lambda x, n: cpu.gated_mlp(
+            x, gate_up, down, None, None, None, None, None, n, activation="silu", scale=1.0, compute="fast"
+        )
+    )
+    assert_same(mlp(x.at[11:].set(np.nan), jnp.int32(11))[:11], mlp(x, jnp.int32(40))[:11])
