@@ -37,6 +37,10 @@ class RequestError(InferaxError, ValueError):
         super().__init__(f"{field}: {problem}")
 
 
+class MemoryPlanError(RequestError):
+    """What is asked for does not fit the memory there is; the text tells numbers that would."""
+
+
 class UnsupportedError(InferaxError):
     """A valid thing that this build, platform or model does not support."""
 

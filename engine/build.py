@@ -64,7 +64,8 @@ def build_engine(
 
     Memory is planned from the file's headers, so that what can't fit is refused before a weight is read. With `warm_up`
     the programs of all steps are built while the weights are read.
-    Raises LoadError or SourceError for a model that cannot be loaded, RequestError for an impossible size.
+    Raises LoadError or SourceError for a model that cannot be loaded, RequestError for an impossible size,
+    MemoryPlanError for one that does not fit.
     """
     if compute not in ("exact", "fast"):
         raise RequestError("compute", f"{compute!r} is neither 'exact' nor 'fast'")

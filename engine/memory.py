@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from inferax.engine.programs import EngineShape
 from inferax.engine.sampler import LogitsProcessor, empty_state
-from inferax.errors import RequestError
+from inferax.errors import MemoryPlanError, RequestError
 from inferax.models.config import ModelConfig
 from inferax.ops.cache import cache_shape
 
@@ -105,14 +105,14 @@ def plan_memory(demand: Demand) -> MemoryPlan:
     for one sequence of full length, or for 4,096 tokens of each sequence if that is more; at most half of the memory
     that everything else leaves free, unless one sequence of an explicit `max_model_len` needs more than that.
     Without an explicit `max_model_len` the context shrinks to what fits.
-    Raises RequestError where it does not fit; it names the numbers that would.
+    Raises MemoryPlanError where it does not fit; it names the numbers that would.
     """
     d = demand
     if d.max_model_len is not None and not 2 <= d.max_model_len <= d.config.context_length:
         raise RequestError("max_model_len", f"{d.max_model_len} is not in [2, {d.config.context_length}]")
     plan = _fit(d)
     if plan is None:
-        raise RequestError(_at_fault(d), f"{_problem(d)}; {_advice(d)}")
+        raise MemoryPlanError(_at_fault(d), f"{_problem(d)}; {_advice(d)}")
     return plan
 
 
@@ -273,7 +273,8 @@ def _advice(d: Demand) -> str:
             ways.append(f"kv_cache_dtype {name}")
             break
     if d.kv_bytes is not None:
-        free = _fit(replace(d, kv_bytes=None))
+        one = sum(_kv_bytes(d, pages_per_group(replace(d, spare_windows=1), d.blocks)))
+        free = _fit(replace(d, kv_bytes=one if d.kv_bytes < one else None))
         if free is not None:
             ways.append(f"kv_cache_memory_bytes {sum(_kv_bytes(d, free.shape.num_pages))}")
     if ways:

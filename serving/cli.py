@@ -1,4 +1,4 @@
-"""The command line: `inferax generate`, `inferax chat` and `inferax info`. Documented in docs/cli.md.
+"""The command line: `inferax generate`, `chat`, `info` and `plan`. Documented in docs/cli.md.
 
 Nothing heavy is imported before a command runs, so that `inferax --help` answers at once.
 """
@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from inferax.errors import InferaxError, RequestError
+from inferax.errors import InferaxError, MemoryPlanError, RequestError
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
 _MODEL_HELP = "a .gguf file, a folder of safetensors, or org/name[:QUANT][@REVISION] on the Hugging Face hub"
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"inferax {version('inferax')}")
             return 0
         if args.command is None:
-            top.error("a command is needed: generate, chat or info")
+            top.error("a command is needed: generate, chat, info or plan")
         with _libraries_hushed(not args.debug):
             code = _run(args)
         sys.stdout.flush()
@@ -82,6 +82,17 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_argument("--revision", help="branch, tag or commit on the hub")
     info.add_argument("--json", action="store_true", help="print it as JSON")
     _add_output(info)
+
+    plan = _command(commands, "plan", "say where an engine's memory goes and what fits, without loading the weights")
+    _add_model(plan, "model")
+    group = plan.add_argument_group("load")
+    group.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="sequences at once (default: 16)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, default=256, metavar="TOKENS", help="tokens per step (default: 256)"
+    )
+    plan.add_argument("--no-compile", action="store_true", help="estimate temporaries, in place of compiling the step")
+    plan.add_argument("--json", action="store_true", help="print it as JSON")
+    _add_output(plan)
     return top
 
 
@@ -102,7 +113,8 @@ def _command(commands: argparse._SubParsersAction[_Parser], name: str, summary: 
 
 def _add_model(command: argparse.ArgumentParser, name: str) -> None:
     group = command.add_argument_group("model")
-    group.add_argument(name, metavar="MODEL", help=f"{_MODEL_HELP} (default: the built-in model)")
+    optional: dict[str, Any] = {} if name.startswith("-") else {"nargs": "?"}
+    group.add_argument(name, **optional, metavar="MODEL", help=f"{_MODEL_HELP} (default: the built-in model)")
     group.add_argument("--revision", help="branch, tag or commit on the hub")
     group.add_argument(
         "--compute", choices=("exact", "fast"), default="fast", help="float32 throughout, or fast (the default)"
@@ -111,8 +123,33 @@ def _add_model(command: argparse.ArgumentParser, name: str) -> None:
         "--max-model-len", type=int, metavar="TOKENS", help="room for prompt and answer (default: the model's context)"
     )
     group.add_argument(
-        "--kv-cache-memory-bytes", type=int, metavar="BYTES", help="size of the KV cache (default: at most 1 GiB)"
+        "--kv-memory",
+        "--kv-cache-memory-bytes",
+        dest="kv_cache_memory_bytes",
+        type=_size,
+        metavar="SIZE",
+        help="size of the KV cache: bytes, or 512M, 2G, 1.5GiB (default: what `inferax plan` says)",
     )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "f32", "bf16", "int8", "fp8"),
+        default="auto",
+        help="how the KV cache holds numbers (default: auto, which is bf16 for fast and f32 for exact)",
+    )
+
+
+def _size(text: str) -> int:
+    """Bytes of a size as people write it: 4096, 512M, 2G, 1.5GiB, 500MB. K, M, G and T are powers of 1024, with B of
+    1000."""
+    import re
+
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?B)?|B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M, 2G, 1.5GiB or a number of bytes")
+    number, unit, suffix = found.groups()
+    base = 1000 if (suffix or "").upper() == "B" else 1024
+    power = 1 + "KMGT".index(unit.upper()) if unit else 0
+    return int(round(float(number) * float(base**power)))
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
@@ -140,6 +177,10 @@ def _run(args: argparse.Namespace) -> int:
         from inferax.serving.info import info
 
         return info(args)
+    if args.command == "plan":
+        from inferax.serving.plan import plan
+
+        return plan(args)
     from inferax.engine.params import SamplingParams
 
     # Before the model is loaded, so that a wrong value is told at once.
@@ -189,6 +230,7 @@ def _report(error: Exception, args: argparse.Namespace) -> int:
             code, text = 2, f"{flags[error.field]}{text.removeprefix(error.field)}"
         for name, flag in flags.items():
             text = text.replace(name, flag) if "_" in name else text
+        code = 1 if args.command == "plan" and isinstance(error, MemoryPlanError) else code
         code = 2 if error.field == "prompt" and args.prompt is None and sys.stdin.isatty() else code
     elif not isinstance(error, InferaxError):
         text = f"unexpected {type(error).__name__}: {' '.join(text.split())} (--debug shows where it comes from)"

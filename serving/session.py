@@ -28,6 +28,13 @@ def shows_progress(args: Namespace) -> bool:
     return bool(args.progress or (sys.stderr.isatty() and not args.quiet))
 
 
+def keep_compilations() -> None:
+    """Turns jax's own compilation cache on: unlike the backend's executables, its entries outlive a change of inferax's
+    code."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+
+
 class Session:
     """An `LLM` for one conversation at a time, made from the command line's arguments."""
 
@@ -36,9 +43,7 @@ class Session:
         self.quiet: bool = args.quiet
         self._progress = shows_progress(args)
         self._compiling: Any = None
-        if jax.config.values["jax_compilation_cache_dir"] is None:
-            # Unlike the backend's own executables, entries in here outlive a change of inferax's code.
-            jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+        keep_compilations()
         self._backend = XlaBackend(programs=cache_folder() / "programs", on_compile=self._announce)
         self.llm = LLM(
             args.model,
@@ -46,6 +51,7 @@ class Session:
             compute=args.compute,
             max_model_len=args.max_model_len,
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+            kv_cache_dtype=args.kv_cache_dtype,
             max_num_seqs=1,
             progress=self._progress,
             backend=self._backend,
