@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from inferax.engine.programs import EngineShape
-from inferax.engine.sampler import LogitsProcessor, empty_state
+from inferax.engine.sampler import LogitsProcessor, state_shapes
 from inferax.errors import MemoryPlanError, RequestError
 from inferax.models.config import ModelConfig
 from inferax.ops.cache import cache_shape
@@ -166,7 +166,7 @@ def estimate_temporaries(config: ModelConfig, shape: EngineShape) -> int:
 
 def _rows(d: Demand, pages: int) -> tuple[MemoryRow, ...]:
     c, shape = d.config, _shape(d, pages)
-    state = jax.eval_shape(lambda: empty_state(shape.max_seqs, c.vocab_size, shape.context, d.processors))
+    state = state_shapes(shape.max_seqs, c.vocab_size, shape.context, d.processors)  # nothing is traced for it
     rows = [MemoryRow("weights", d.weight_bytes, "from the file's headers")]
     for window, count, size in zip(c.windows, shape.num_pages, _kv_bytes(d, shape.num_pages), strict=True):
         kind = "full attention" if window is None else f"a window of {window} tokens"

@@ -156,13 +156,6 @@ def state_shapes(slots: int, vocab_size: int, context: int, processors: Sequence
     }
 
 
-def empty_state(slots: int, vocab_size: int, context: int, processors: Sequence[LogitsProcessor] = ()) -> State:
-    """The sampler's state before any request."""
-    shapes = state_shapes(slots, vocab_size, context, processors)
-    empty: State = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return empty
-
-
 def slot_state(
     params: SamplingParams,
     tokens: Sequence[int],
