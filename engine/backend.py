@@ -22,6 +22,7 @@ import jax.monitoring
 import numpy as np
 
 MAX_PROGRAMS, MAX_PROGRAM_BYTES = 512, 1 << 30  # that are kept in a folder
+_PARTIAL, _ABANDONED_S = ".partial", 3600
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class XlaBackend:
     programs: Path | None = None
     on_compile: Callable[[str], object] | None = None
     stats: CompileStats = field(default_factory=CompileStats)
+    _cache_hits: _CacheHits = field(init=False, repr=False, default_factory=lambda: _CacheHits())
 
     def __post_init__(self) -> None:
         if self.device is None:
@@ -166,7 +168,7 @@ class XlaBackend:
         on_device = jax.sharding.SingleDeviceSharding(self.device)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device) for x in leaves]
         lowered = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*shapes)
-        with _jax_cache_hits() as hits:
+        with self._cache_hits.in_this_thread() as hits:
             built = XlaExecutable(lowered.compile(), results)
         self.stats.add(time.perf_counter() - started, restored=False)
         if not hits:
@@ -229,7 +231,8 @@ def _restore(path: Path | None) -> XlaExecutable | None:
         if hashlib.sha256(body).digest() != digest:
             return None
         payload, arguments, outputs, results = pickle.loads(body)
-        os.utime(path)  # used now; see _trim
+        with suppress(OSError):  # a folder may be for reading only
+            os.utime(path)  # used now; see _trim
         return XlaExecutable(deserialize_and_load(payload, arguments, outputs), results)
     except FileNotFoundError:
         return None
@@ -237,24 +240,37 @@ def _restore(path: Path | None) -> XlaExecutable | None:
         return None
 
 
-@contextmanager
-def _jax_cache_hits() -> Iterator[list[str]]:
-    """Events of jax's own compilation cache that served a program of this thread within.
+class _CacheHits:
+    """Notes which threads' programs came from jax's own compilation cache.
 
     Such an executable has lost its code's symbols on CPU: serialized once more, it loads and then fails when it runs.
     """
-    hits: list[str] = []
-    thread = threading.get_ident()
 
-    def note(event: str, **_: Any) -> None:
-        if threading.get_ident() == thread and event == "/jax/compilation_cache/cache_hits":
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: dict[int, list[str]] = {}
+
+    def _note(self, event: str, **_: Any) -> None:
+        hits = self._threads.get(threading.get_ident())
+        if hits is not None and event == "/jax/compilation_cache/cache_hits":
             hits.append(event)
 
-    jax.monitoring.register_event_listener(note)
-    try:
-        yield hits
-    finally:
-        jax.monitoring.unregister_event_listener(note)
+    @contextmanager
+    def in_this_thread(self) -> Iterator[list[str]]:
+        hits: list[str] = []
+        # One listener for all threads: jax goes through its list of them without a lock, and would pass one over if
+        # another before it were removed meanwhile.
+        with self._lock:
+            if not self._threads:
+                jax.monitoring.register_event_listener(self._note)
+            self._threads[threading.get_ident()] = hits
+        try:
+            yield hits
+        finally:
+            with self._lock:
+                del self._threads[threading.get_ident()]
+                if not self._threads:
+                    jax.monitoring.unregister_event_listener(self._note)
 
 
 def _save(path: Path | None, executable: XlaExecutable) -> None:
@@ -266,7 +282,7 @@ def _save(path: Path | None, executable: XlaExecutable) -> None:
         payload, arguments, outputs = serialize(executable.compiled)
         body = pickle.dumps((payload, arguments, outputs, executable.results))
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=_PARTIAL, delete=False) as file:
             file.write(hashlib.sha256(body).digest() + body)
         os.replace(file.name, path)
         _trim(path.parent)
@@ -275,7 +291,12 @@ def _save(path: Path | None, executable: XlaExecutable) -> None:
 
 
 def _trim(folder: Path) -> None:
-    """Removes the programs that have not been used for longest beyond the folder's bounds."""
+    """Removes the programs that have not been used for longest beyond the folder's bounds, and what a process that was
+    killed left half written."""
+    for path in folder.glob(f"*{_PARTIAL}"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                path.unlink()
     files = []
     for path in folder.glob("*.program"):
         with suppress(FileNotFoundError):  # another process trims too
