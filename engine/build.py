@@ -18,6 +18,7 @@ from inferax.engine.runner import Runner
 from inferax.engine.sampler import LogitsProcessor
 from inferax.engine.scheduler import Policy, Scheduler
 from inferax.errors import RequestError
+from inferax.kernels import cpu
 from inferax.loaders.cache import cache_folder
 from inferax.loaders.model import Model, load
 from inferax.loaders.progress import progress_class
@@ -101,7 +102,7 @@ def build_engine(
                 dtype=dtype,
                 revision=revision,
                 progress=progress,
-                pack_for="cpu" if compute == "fast" else None,
+                pack_for=_form(compute, backend),
                 on_headers=start,
             )
         start.finish(progress)
@@ -159,6 +160,12 @@ class _Start:
     def cancel(self) -> None:
         for future in self._building:
             future.cancel()
+
+
+def _form(compute: Compute, backend: Backend) -> str | None:
+    """The platform in whose form weights are kept: that of the backend, where its kernels are there to read it."""
+    platform = getattr(getattr(backend, "device", None), "platform", None)
+    return "cpu" if compute == "fast" and platform == "cpu" and cpu.available() else None
 
 
 def weight_bytes(params: Params) -> int:
