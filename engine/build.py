@@ -102,7 +102,7 @@ def build_engine(
                 dtype=dtype,
                 revision=revision,
                 progress=progress,
-                pack_for=_form(compute, backend),
+                pack_for=weight_form(compute, backend),
                 on_headers=start,
             )
         start.finish(progress)
@@ -162,7 +162,7 @@ class _Start:
             future.cancel()
 
 
-def _form(compute: Compute, backend: Backend) -> str | None:
+def weight_form(compute: Compute, backend: Backend) -> str | None:
     """The platform in whose form weights are kept: that of the backend, where its kernels are there to read it."""
     platform = getattr(getattr(backend, "device", None), "platform", None)
     return "cpu" if compute == "fast" and platform == "cpu" and cpu.available() else None

@@ -107,7 +107,8 @@ def forward(
             activation=config.activation,
             norm=mlp_norm,
             gate_up_bias=_row(params, "gate_up_bias", i),
-            **how,
+            count=batch.num_tokens,
+            compute=config.compute,
         )
         down_bias = _row(params, "down_bias", i)
         if split:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from inferax.engine.backend import Backend, XlaBackend
-from inferax.engine.build import weight_bytes
+from inferax.engine.build import weight_bytes, weight_form
 from inferax.engine.compiled import Programs
 from inferax.engine.memory import Demand, MemoryPlan, kv_dtype, memory_limit, plan_memory
 from inferax.errors import RequestError
@@ -44,7 +44,7 @@ def plan(args: Namespace) -> int:
 def plan_for(path: Path, args: Namespace, backend: Backend, note: Callable[[str], object]) -> MemoryPlan:
     """The plan of an engine with these arguments. Raises MemoryPlanError, or LoadError for a broken model."""
     name, dtype = kv_dtype(args.kv_cache_dtype, args.compute)
-    config, params = read_headers(path, pack_for="cpu" if args.compute == "fast" else None)
+    config, params = read_headers(path, pack_for=weight_form(args.compute, backend))
     demand = Demand(
         replace(config, compute=args.compute),
         weight_bytes(params),
