@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from inferax.errors import InferaxError
+from inferax.errors import InferaxError, RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -66,6 +66,21 @@ class RequestOutput:
     def error(self) -> InferaxError | None:
         """The error of the first sample that failed."""
         return next((out.error for out in self.outputs if out.error is not None), None)
+
+    def echo(self, index: int = 0, prompt: str | None = None) -> CompletionOutput:
+        """A sample with its prompt in front of it, as OpenAI's `echo` has it: text, token ids, and log-probabilities
+        where both sides have them (the first is empty). prompt: its text, where it was given as token ids.
+
+        Raises RequestError where the prompt has no text.
+        """
+        text = self.prompt if prompt is None else prompt
+        if text is None:
+            raise RequestError("echo", "the prompt was given as token ids; its text is needed")
+        out = self.outputs[index]
+        tables = None
+        if self.prompt_logprobs is not None and (out.logprobs is not None or not out.token_ids):
+            tables = [*({} if table is None else table for table in self.prompt_logprobs), *(out.logprobs or ())]
+        return replace(out, text=text + out.text, token_ids=[*self.prompt_token_ids, *out.token_ids], logprobs=tables)
 
 
 @dataclass(frozen=True)

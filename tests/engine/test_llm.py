@@ -174,3 +174,18 @@ def test_an_interrupt_leaves_a_usable_engine(llm: inferax.LLM) -> None:
     llm.core.check_integrity()
     assert llm.generate("Still", GREEDY)[0].outputs[0].token_ids == want
     assert {metric.name: metric.value for metric in llm.metrics()}["num_requests_running"] == 0
+
+
+def test_echo_puts_the_prompt_in_front(llm: inferax.LLM) -> None:
+    text = "The capital of France is"
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=1, prompt_logprobs=1)
+    (output,) = llm.generate(text, params)
+    echoed, plain = output.echo(), output.outputs[0]
+    assert echoed.text == text + plain.text and echoed.token_ids == output.prompt_token_ids + plain.token_ids
+    assert echoed.logprobs is not None and len(echoed.logprobs) == len(echoed.token_ids) and echoed.logprobs[0] == {}
+    assert all(t in table for t, table in zip(echoed.token_ids[1:], echoed.logprobs[1:], strict=True))
+    (scored,) = llm.generate([llm.tokenizer.encode(text)], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    with pytest.raises(RequestError, match="echo: the prompt was given as token ids"):
+        scored.echo()
+    only = scored.echo(prompt=text)
+    assert only.text == text and only.finish_reason == "length" and len(only.logprobs or ()) == len(only.token_ids)
