@@ -1,4 +1,4 @@
-"""The command line: `inferax generate`, `chat`, `info` and `plan`. Documented in docs/cli.md.
+"""The command line: `inferax generate`, `chat`, `info`, `plan` and `perplexity`. Documented in docs/cli.md.
 
 Nothing heavy is imported before a command runs, so that `inferax --help` answers at once.
 """
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from inferax.errors import InferaxError, MemoryPlanError, RequestError
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
+_KV_DTYPES = ("auto", "f32", "bf16", "int8", "fp8")
 _MODEL_HELP = "a .gguf file, a folder of safetensors, or org/name[:QUANT][@REVISION] on the Hugging Face hub"
 
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"inferax {version('inferax')}")
             return 0
         if args.command is None:
-            top.error("a command is needed: generate, chat, info or plan")
+            top.error("a command is needed: generate, chat, info, plan or perplexity")
         with _libraries_hushed(not args.debug):
             code = _run(args)
         sys.stdout.flush()
@@ -93,7 +94,23 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--no-compile", action="store_true", help="estimate temporaries, in place of compiling the step")
     plan.add_argument("--json", action="store_true", help="print it as JSON")
     _add_output(plan)
+
+    scored = _command(commands, "perplexity", "say how well a model predicts a text")
+    scored.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL_HELP} (default: the built-in model)")
+    scored.add_argument("file", metavar="FILE", help="a text in UTF-8; - reads it from stdin")
+    scored.add_argument("--revision", help="branch, tag or commit on the hub")
+    scored.add_argument("--context", type=_window, default=512, metavar="TOKENS", help="of a window (default: 512)")
+    scored.add_argument("--compute", choices=("exact", "fast"), default="fast", help="as for generate")
+    scored.add_argument("--kv-cache-dtype", choices=_KV_DTYPES, default="auto", help="as for generate")
+    scored.add_argument("--json", action="store_true", help="print it as JSON")
+    _add_output(scored)
     return top
+
+
+def _window(text: str) -> int:
+    if not text.isdigit() or int(text) < 4:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, 4 or more")
+    return int(text)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -132,7 +149,7 @@ def _add_model(command: argparse.ArgumentParser, name: str) -> None:
     )
     group.add_argument(
         "--kv-cache-dtype",
-        choices=("auto", "f32", "bf16", "int8", "fp8"),
+        choices=_KV_DTYPES,
         default="auto",
         help="how the KV cache holds numbers (default: auto, which is bf16 for fast and f32 for exact)",
     )
@@ -181,6 +198,10 @@ def _run(args: argparse.Namespace) -> int:
         from inferax.serving.plan import plan
 
         return plan(args)
+    if args.command == "perplexity":
+        from inferax.serving.perplexity import perplexity
+
+        return perplexity(args)
     from inferax.engine.params import SamplingParams
 
     # Before the model is loaded, so that a wrong value is told at once.
@@ -225,7 +246,7 @@ def _report(error: Exception, args: argparse.Namespace) -> int:
     code, text = 1, str(error)
     if isinstance(error, RequestError):
         # The engine names its parameters; here they are flags.
-        flags = {name: f"--{name.replace('_', '-')}" for name in vars(args) if name not in ("prompt", "command")}
+        flags = {name: f"--{name.replace('_', '-')}" for name in vars(args) if name not in ("prompt", "command", "file")}
         if error.field in flags:
             code, text = 2, f"{flags[error.field]}{text.removeprefix(error.field)}"
         for name, flag in flags.items():
