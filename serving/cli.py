@@ -246,7 +246,8 @@ def _report(error: Exception, args: argparse.Namespace) -> int:
     code, text = 1, str(error)
     if isinstance(error, RequestError):
         # The engine names its parameters; here they are flags.
-        flags = {name: f"--{name.replace('_', '-')}" for name in vars(args) if name not in ("prompt", "command", "file")}
+        names = vars(args).keys() - {"prompt", "command", "file"}
+        flags = {name: f"--{name.replace('_', '-')}" for name in names}
         if error.field in flags:
             code, text = 2, f"{flags[error.field]}{text.removeprefix(error.field)}"
         for name, flag in flags.items():
