@@ -1,4 +1,4 @@
-"""Golden scores: what llama.cpp's samplers leave of rows of logits, as tests/golden/samplers.json.gz.
+"""Golden scores: what llama.cpp's samplers leave of rows of logits, as tests/golden/llama_samplers.gz.
 
     python scripts/golden_samplers.py SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -21,7 +21,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "samplers.json.gz"
+GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "llama_samplers.gz"
 VOCAB = 256
 BREAKERS = ["\n", ":", '"', "*"]
 

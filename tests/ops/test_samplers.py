@@ -15,7 +15,7 @@ from inferax.ops.sample import filtered_scores, sample, sample_after
 from inferax.ops.sampler_rows import STAGES, SamplerMemory, pack_bits, sampler_rows
 from tests.ops.suite import quick_jit
 
-GOLDEN = json.loads(gzip.decompress((Path(__file__).parent.parent / "golden" / "samplers.json.gz").read_bytes()))
+GOLDEN = json.loads(gzip.decompress((Path(__file__).parent.parent / "golden" / "llama_samplers.gz").read_bytes()))
 LOGITS = np.asarray(GOLDEN["logits"], np.float32)
 V = LOGITS.shape[1]
 scores_after = quick_jit(filtered_scores)
