@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import inferax
 from inferax.engine.build import build_engine
@@ -28,9 +30,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache folder, jax's own compilation cache included: a program found there would not be saved anew."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
 
 
 def fields(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
