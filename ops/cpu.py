@@ -122,7 +122,7 @@ def _inputs(rows: int, width: int, w: FusedWeight, norm: Norm | None, compute: C
 
 
 def _quantized(rows: int, width: int, w: FusedWeight, compute: Compute) -> list[jax.ShapeDtypeStruct]:
-    size = (-(-rows // 8), width // 32, 128)  # QuantizedBytes in kernels/cpu/tier.h
+    size = (-(-rows // 16), width // 32, 256)  # QuantizedBytes in kernels/cpu/tier.h
     return [_f32(size)] * any(_quantizes(part, compute) for part in parts(w))
 
 

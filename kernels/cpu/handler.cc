@@ -2,8 +2,25 @@
 
 #include <cstring>
 
+#if defined(INFERAX_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace inferax {
 namespace {
+
+#if defined(INFERAX_AMX)
+// Whether there are tile registers for int8, and Linux gives leave to use them (it does not without being asked).
+bool MayUseTiles() {
+  constexpr unsigned kTile = 1u << 24, kInt8Tiles = 1u << 25;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kTile) == 0 || (d & kInt8Tiles) == 0) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 std::vector<const Kernels*> Tiers() {
   std::vector<const Kernels*> tiers = {&kBaseline};
@@ -14,7 +31,12 @@ std::vector<const Kernels*> Tiers() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
       tiers.push_back(&kAvx512);
-      if (__builtin_cpu_supports("avx512vnni")) tiers.push_back(&kAvx512Vnni);
+      if (__builtin_cpu_supports("avx512vnni")) {
+        tiers.push_back(&kAvx512Vnni);
+#if defined(INFERAX_AMX)
+        if (MayUseTiles()) tiers.push_back(&kAmx);
+#endif
+      }
     }
   }
 #endif
@@ -149,7 +171,7 @@ Input AddInput(Phases& phases, const Kernels& kernels, const float* x, int64_t m
         std::fill(to + k, to + padded, 0.0f);
         row = to;
       }
-      if (quantized != nullptr) kernels.quantize(row, k, quantized + r / 8 * PanelBytes(k), r % 8);
+      if (quantized != nullptr) kernels.quantize(row, k, quantized + r / kPanelRows * PanelBytes(k), r % kPanelRows);
     }
   });
   return {xn == nullptr ? x : xn, xn == nullptr ? k : padded, quantized};

@@ -56,9 +56,9 @@ struct Input {
   int64_t stride;
   const uint8_t* quantized;
 
-  // From a row on that is a multiple of 8.
+  // From a row on that is a multiple of kPanelRows.
   Input From(int64_t row, int64_t k) const {
-    return {rows + row * stride, stride, quantized == nullptr ? nullptr : quantized + row / 8 * PanelBytes(k)};
+    return {rows + row * stride, stride, quantized == nullptr ? nullptr : quantized + row / kPanelRows * PanelBytes(k)};
   }
 };
 

@@ -178,44 +178,64 @@ INLINE VI Dot(VI acc, B64 codes, const int8_t* x) { return DotWide(acc, codes, x
 #endif
 #endif
 
-// Eight rows of activations side by side, 32 elements of each: int8 codes under one scale, and what sums of them are
+// Sixteen rows of activations side by side, 32 elements of each: int8 codes under one scale, and what sums of them are
 // needed below. Rows that there are not hold anything.
-struct alignas(64) Panel8 {
-  int8_t codes[8][32];
-  float scale[8];
-  int32_t sum[8];  // of 32 codes
-  float weighted[8];  // sum * scale
-  int32_t sum16[2][8];
-  float weighted16[2][8];
+struct alignas(64) Panel16 {
+  int8_t codes[16][32];
+  float scale[16];
+  int32_t sum[16];  // of 32 codes
+  float weighted[16];  // sum * scale
+  int32_t sum16[2][16];
+  float weighted16[2][16];
+  int32_t unused[16];
 };
-static_assert(sizeof(Panel8) == kPanelBytes);
+static_assert(sizeof(Panel16) == kPanelBytes);
+
+// The low byte of each lane.
+INLINE void StoreLowBytes(int8_t* to, VI x) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)x.p[0]));
+#elif defined(__SSE2__) || defined(__AVX2__)
+  int32_t lanes[16];
+  std::memcpy(lanes, &x, sizeof lanes);
+  const auto four = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(lanes + 4 * i)); };
+  const __m128i low = _mm_packs_epi32(four(0), four(1)), high = _mm_packs_epi32(four(2), four(3));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(low, high));
+#else
+  int32_t lanes[16];
+  std::memcpy(lanes, &x, sizeof lanes);
+  for (int i = 0; i < 16; ++i) to[i] = static_cast<int8_t>(lanes[i]);
+#endif
+}
 
 // Row `lane` of a panel.
 inline void QuantizeRow(const float* x, int64_t k, uint8_t* panel, int64_t lane) {
-  Panel8* to = reinterpret_cast<Panel8*>(panel);
+  Panel16* to = reinterpret_cast<Panel16*>(panel);
+  const V magic = Splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, half to even
+  V infinite = Splat(0.0f);
   for (int64_t i = 0; i < k; i += 32, ++to) {
     const V a = Load(x + i), b = Load(x + i + 16);
     const float largest = Largest(Max(Abs(a), Abs(b)));
-    // What is not finite makes the scale NaN, so that the result shows it.
-    const float scale = largest / 127.0f + Sum(a * Splat(0.0f) + b * Splat(0.0f));
+    const float scale = largest / 127.0f;
     const V inverse = Splat(largest > 0.0f ? 127.0f / largest : 0.0f);
-    int32_t sums[2] = {0, 0};
-    for (int h = 0; h < 2; ++h) {
-      const V magic = Splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, half to even
-      int32_t codes[16];
-      const VI rounded = Bits((h == 0 ? a : b) * inverse + magic) - 0x4b400000;
-      std::memcpy(codes, &rounded, sizeof codes);
-      for (int j = 0; j < 16; ++j) {
-        to->codes[lane][16 * h + j] = static_cast<int8_t>(codes[j]);
-        sums[h] += codes[j];
-      }
-      to->sum16[h][lane] = sums[h];
-      to->weighted16[h][lane] = scale * static_cast<float>(sums[h]);
-    }
+    infinite = infinite + (a * Splat(0.0f) + b * Splat(0.0f));
+    const V lower = a * inverse + magic, upper = b * inverse + magic;
+    StoreLowBytes(to->codes[lane], Bits(lower) - 0x4b400000);
+    StoreLowBytes(to->codes[lane] + 16, Bits(upper) - 0x4b400000);
+    // Sums of a few small whole numbers, which float32 holds.
+    const V zero = Splat(0.0f);
+    const F4 sums = Sum4(lower - magic, upper - magic, zero, zero);
     to->scale[lane] = scale;
-    to->sum[lane] = sums[0] + sums[1];
-    to->weighted[lane] = scale * static_cast<float>(sums[0] + sums[1]);
+    to->sum[lane] = static_cast<int32_t>(sums[0]) + static_cast<int32_t>(sums[1]);
+    to->weighted[lane] = scale * (sums[0] + sums[1]);
+    for (int h = 0; h < 2; ++h) {
+      to->sum16[h][lane] = static_cast<int32_t>(sums[h]);
+      to->weighted16[h][lane] = scale * sums[h];
+    }
   }
+  const float bad = Sum(infinite);
+  // What is not finite makes a scale NaN, so that the result shows it.
+  if (k > 0 && !(bad == 0.0f)) reinterpret_cast<Panel16*>(panel)->scale[lane] = bad;
 }
 
 // How each type's tile of 16 blocks is read. `Each` hands over groups of codes in ascending order: emit(group, codes,
@@ -474,7 +494,7 @@ inline bool TileRestInFront(int32_t type) { return type != TileQ6_K::kId && type
 // What one group adds to a row's sums: whole numbers first, which no order changes, then two roundings. `half` says
 // which half of the panel's 32 elements a group of 16 is.
 template <typename Type>
-INLINE V AddGroup(V acc, const B64* codes, V scale, V minimum, const Panel8& x, int row, int half) {
+INLINE V AddGroup(V acc, const B64* codes, V scale, V minimum, const Panel16& x, int row, int half) {
   constexpr int kBase = Type::kSigned ? kWide : Type::kOffset;
   constexpr bool kWhole = Type::kGroup == 32;
   VI sum = SplatI(0);
@@ -494,19 +514,16 @@ INLINE V AddGroup(V acc, const B64* codes, V scale, V minimum, const Panel8& x, 
 inline constexpr int kRowsAtOnce = kParts == 1 ? 8 : kParts == 2 ? 2 : 1;
 inline constexpr int64_t kRun = 768;
 
-// Where a panel is worked on whole, every address is a constant away from one pointer.
-INLINE constexpr int From(int lane) { return kRowsAtOnce == 8 ? 0 : lane; }
-
 // One tile against rows [lane, lane + M) of a panel, straight from the packed bytes.
 template <typename Type, int M>
-void FewRows(const uint8_t* tile, int64_t k, const Panel8* x, int lane, float* out, int64_t ldo) {
+void FewRows(const uint8_t* tile, int64_t k, const Panel16* x, int lane, float* out, int64_t ldo) {
   V acc[M] = {};
   for (int64_t i = 0; i < k; i += Type::kBlock, tile += 16 * Type::kBytes) {
     for (int at = 0; at < 16 * Type::kBytes; at += 64) __builtin_prefetch(tile + kAhead16 + at);
     Type::Each(tile, [&](int g, const B64* codes, V scale, V minimum) __attribute__((always_inline)) {
-      const Panel8& at = x[(i + g * Type::kGroup) / 32];
+      const Panel16& at = x[(i + g * Type::kGroup) / 32];
       _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m) {
-        acc[m] = AddGroup<Type>(acc[m], codes, scale, minimum, at, From(lane) + m, g % 2);
+        acc[m] = AddGroup<Type>(acc[m], codes, scale, minimum, at, lane + m, g % 2);
       }
     });
   }
@@ -533,7 +550,7 @@ void Unpack(const uint8_t* tile, int64_t elements, Group<Type>* to) {
 
 // Groups of a run of elements against M rows of a panel. Unless the run is the first, the sums go on from `out`.
 template <typename Type, int M>
-void ManyRows(const Group<Type>* group, int64_t elements, const Panel8* x, int lane, bool first, float* out,
+void ManyRows(const Group<Type>* group, int64_t elements, const Panel16* x, int lane, bool first, float* out,
               int64_t ldo) {
   V acc[M] = {};
   if (!first) {
@@ -543,13 +560,132 @@ void ManyRows(const Group<Type>* group, int64_t elements, const Panel8* x, int l
     B64 codes[Type::kGroup / 4];
     _Pragma("GCC unroll 8") for (int w = 0; w < Type::kGroup / 4; ++w) codes[w] = Load64(group->codes[w]);
     const V scale = Load(group->scale), minimum = Load(group->minimum);
-    const Panel8& at = x[g * Type::kGroup / 32];
+    const Panel16& at = x[g * Type::kGroup / 32];
     _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m) {
-      acc[m] = AddGroup<Type>(acc[m], codes, scale, minimum, at, From(lane) + m, static_cast<int>(g % 2));
+      acc[m] = AddGroup<Type>(acc[m], codes, scale, minimum, at, lane + m, static_cast<int>(g % 2));
     }
   }
   for (int m = 0; m < M; ++m) Store(out + m * ldo, acc[m]);
 }
+
+#if defined(__AMX_INT8__)
+// Tile registers: eight rows of x against a group of 16 weight rows in one instruction. A group's codes are a tile as
+// they stand, once they are signed. The sums are whole numbers, and what follows is AddGroup's, so that no bit differs.
+
+// The codes as signed numbers that need no correction.
+template <typename Type>
+INLINE B64 Signed(B64 codes) {
+  codes.p[0] = Type::kSigned ? codes.p[0] ^ kWide : codes.p[0] - Type::kOffset;
+  return codes;
+}
+
+template <typename Type>
+void UnpackSigned(const uint8_t* tile, int64_t elements, Group<Type>* to) {
+  for (int64_t i = 0; i < elements; i += Type::kBlock, tile += 16 * Type::kBytes, to += Type::kBlock / Type::kGroup) {
+    Type::Each(tile, [&](int g, const B64* codes, V scale, V minimum) __attribute__((always_inline)) {
+      _Pragma("GCC unroll 8") for (int w = 0; w < Type::kGroup / 4; ++w) Store64(to[g].codes[w], Signed<Type>(codes[w]));
+      Store(to[g].scale, scale);
+      Store(to[g].minimum, minimum);
+    });
+  }
+}
+
+// Tile 0: sums, 16 x 16. Tile 1: codes of a group. Tile 2: as many columns of 16 rows of x.
+template <typename Type>
+INLINE void ConfigureTiles() {
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, Type::kGroup};
+    uint8_t rows[16] = {16, Type::kGroup / 4, 16};
+  } const config;
+  asm volatile("ldtilecfg %0" : : "m"(config));
+}
+
+struct alignas(64) Sums {
+  int32_t at[16][16];
+};
+
+// The sums of a group's products with a panel's rows.
+template <typename Type>
+INLINE void MultiplyGroup(const Group<Type>& group, const int8_t* x, Sums* to) {
+  asm volatile(
+      "tilezero %%tmm0\n\t"
+      "tileloadd (%1,%3,1), %%tmm1\n\t"
+      "tileloadd (%2,%4,1), %%tmm2\n\t"
+      "tdpbssd %%tmm1, %%tmm2, %%tmm0\n\t"
+      "tilestored %%tmm0, (%5,%3,1)"
+      : "=m"(*to)
+      : "r"(group.codes), "r"(x), "r"(int64_t{64}), "r"(int64_t{32}), "r"(to), "m"(group));
+}
+
+// Groups whose products are under way while the sums of an earlier one are taken up: it is long until they are there.
+inline constexpr int kUnderWay = 2;
+
+// ManyRows for a whole panel, of which `rows` rows are wanted.
+template <typename Type>
+void WholePanel(const Group<Type>* group, int64_t elements, const Panel16* x, int64_t rows, bool first, float* out,
+                int64_t ldo) {
+  V acc[16] = {};
+  if (!first) {
+    _Pragma("GCC unroll 16") for (int r = 0; r < 16; ++r) {
+      if (r < rows) acc[r] = Load(out + r * ldo);
+    }
+  }
+  Sums sums[kUnderWay + 1];
+  constexpr int kHalves = 32 / Type::kGroup;
+  const auto multiply = [&](int64_t g) __attribute__((always_inline)) {
+    MultiplyGroup(group[g], x[g / kHalves].codes[0] + g % kHalves * Type::kGroup, &sums[g % (kUnderWay + 1)]);
+  };
+  const int64_t groups = elements / Type::kGroup;
+  for (int64_t g = 0; g < std::min<int64_t>(kUnderWay, groups); ++g) multiply(g);
+  for (int64_t g = 0; g < groups; ++g) {
+    if (g + kUnderWay < groups) multiply(g + kUnderWay);
+    const V scale = Load(group[g].scale), minimum = Load(group[g].minimum);
+    const Panel16& at = x[g / kHalves];
+    const float* weighted = Type::kGroup == 32 ? at.weighted : at.weighted16[g % kHalves];
+    const Sums& now = sums[g % (kUnderWay + 1)];
+    _Pragma("GCC unroll 16") for (int r = 0; r < 16; ++r) {
+      VI sum;
+      std::memcpy(&sum, now.at[r], 64);
+      acc[r] = Fma(ToFloat(sum), scale * Splat(at.scale[r]), acc[r]);
+      if constexpr (Type::kMinimum) acc[r] = Fma(minimum, Splat(weighted[r]), acc[r]);
+    }
+  }
+  _Pragma("GCC unroll 16") for (int r = 0; r < 16; ++r) {
+    if (r < rows) Store(out + r * ldo, acc[r]);
+  }
+}
+
+// Elements of a run, whose groups of four weight tiles stay in a near cache while they meet all rows of x.
+inline constexpr int64_t kTileRun = 256;
+inline constexpr int64_t kTilesAtOnce = 4;
+
+template <typename Type>
+void MultiplyPanels(const uint8_t* panels, int64_t m, int64_t k, const Rows& w, int64_t first, int64_t last,
+                    float* scratch, float* out, int64_t ldo) {
+  Group<Type>* groups = reinterpret_cast<Group<Type>*>(scratch);
+  constexpr int64_t kGroups = kTileRun / Type::kGroup;
+  ConfigureTiles<Type>();
+  for (int64_t n = first; n < last; n += 16 * kTilesAtOnce) {
+    const int64_t tiles = std::min(kTilesAtOnce, (last - n) / 16);
+    for (int64_t i = 0; i < k; i += kTileRun) {
+      const int64_t count = std::min(kTileRun, k - i);
+      for (int64_t t = 0; t < tiles; ++t) {
+        const uint8_t* tile = w.data + (n + 16 * t) * w.row_bytes + i / Type::kBlock * 16 * Type::kBytes;
+        UnpackSigned<Type>(tile, count, groups + t * kGroups);
+      }
+      for (int64_t r = 0; r < m; r += 16) {
+        const Panel16* x = reinterpret_cast<const Panel16*>(panels + r / 16 * PanelBytes(k)) + i / 32;
+        for (int64_t t = 0; t < tiles; ++t) {
+          float* to = out + r * ldo + n - first + 16 * t;
+          WholePanel<Type>(groups + t * kGroups, count, x, m - r, i == 0, to, ldo);
+        }
+      }
+    }
+  }
+  asm volatile("tilerelease");
+}
+#endif
 
 // Calls run(integral_constant<m>) for m in [1, kRowsAtOnce].
 template <int M = kRowsAtOnce, typename F>
@@ -566,16 +702,19 @@ void MultiplyTilesOf(const uint8_t* panels, int64_t m, int64_t k, const Rows& w,
   // Calls f(rows, panel, lane, where the first row's sums go) for all rows of x, a few at a time.
   const auto each = [&](int64_t element, int64_t column, auto&& f) {
     for (int64_t r = 0; r < m;) {
-      const int64_t lane = r % 8, take = std::min<int64_t>({kRowsAtOnce, m - r, 8 - lane});
-      const Panel8* x = reinterpret_cast<const Panel8*>(panels + r / 8 * PanelBytes(k)) + element / 32;
+      const int64_t lane = r % 16, take = std::min<int64_t>({kRowsAtOnce, m - r, 16 - lane});
+      const Panel16* x = reinterpret_cast<const Panel16*>(panels + r / 16 * PanelBytes(k)) + element / 32;
       WithRows(take, [&](auto rows) { f(rows, x, static_cast<int>(lane), out + r * ldo + column); });
       r += take;
     }
   };
+#if defined(__AMX_INT8__)
+  if (m > 8) return MultiplyPanels<Type>(panels, m, k, w, first, last, scratch, out, ldo);
+#endif
   for (int64_t n = first; n < last; n += 16) {
     const uint8_t* tile = w.data + n * w.row_bytes;
     if (m <= 8) {
-      each(0, n - first, [&](auto rows, const Panel8* x, int lane, float* to) {
+      each(0, n - first, [&](auto rows, const Panel16* x, int lane, float* to) {
         FewRows<Type, decltype(rows)::value>(tile, k, x, lane, to, ldo);
       });
       continue;
@@ -584,7 +723,7 @@ void MultiplyTilesOf(const uint8_t* panels, int64_t m, int64_t k, const Rows& w,
     for (int64_t i = 0; i < k; i += kRun) {
       const int64_t count = std::min(kRun, k - i);
       Unpack<Type>(tile + i / Type::kBlock * 16 * Type::kBytes, count, groups);
-      each(i, n - first, [&](auto rows, const Panel8* x, int lane, float* to) {
+      each(i, n - first, [&](auto rows, const Panel16* x, int lane, float* to) {
         ManyRows<Type, decltype(rows)::value>(groups, count, x, lane, i == 0, to, ldo);
       });
     }

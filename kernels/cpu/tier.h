@@ -31,10 +31,11 @@ struct Rows {
   bool int8;   // to be multiplied with quantized rows; it is tiled then
 };
 
-// Quantized rows stand in panels of eight; k is a multiple of 32.
-inline constexpr int64_t kPanelBytes = 512;  // for 32 elements
+// Quantized rows stand in panels of 16; k is a multiple of 32.
+inline constexpr int64_t kPanelRows = 16;
+inline constexpr int64_t kPanelBytes = 1024;  // for 32 elements
 inline int64_t PanelBytes(int64_t k) { return k / 32 * kPanelBytes; }
-inline int64_t QuantizedBytes(int64_t m, int64_t k) { return (m + 7) / 8 * PanelBytes(k); }
+inline int64_t QuantizedBytes(int64_t m, int64_t k) { return (m + kPanelRows - 1) / kPanelRows * PanelBytes(k); }
 
 // What one block of a type holds, and the bytes of the type's code book. Zero weights: no such type.
 struct BlockSize {
@@ -151,6 +152,9 @@ extern const Kernels kBaseline;
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Vnni;
+#if defined(INFERAX_AMX)
+extern const Kernels kAmx;
+#endif
 #endif
 
 }  // namespace inferax
