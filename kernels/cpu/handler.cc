@@ -100,7 +100,7 @@ std::vector<Rows> Operands::Weight(ffi::Span<const int32_t> types, int64_t k) {
     const int64_t side = tiled ? 16 : 1;  // rows that stand side by side
     const bool dense = type == kF32 || type == kF16 || type == kBF16;
     if (block.weights == 0 || dims.size() != (dense ? 2 : 3) || (!dense && dims[2] != side * block.bytes) ||
-        (tiled && !kBaseline.has_tiles(type)) || (int8 && !tiled)) {
+        (tiled && kBaseline.tile_group(type) == 0) || (int8 && !tiled)) {
       Fail("a weight of ggml type " + std::to_string(type) + " has the wrong shape");
       return {};
     }
@@ -126,6 +126,11 @@ int64_t ProductScratch(const Kernels& kernels, int64_t m, int64_t k) {
 
 bool AnyInt8(const std::vector<Rows>& parts) {
   return std::any_of(parts.begin(), parts.end(), [](const Rows& part) { return part.int8; });
+}
+
+bool AnyHalves(const std::vector<Rows>& parts) {
+  return std::any_of(parts.begin(), parts.end(),
+                     [](const Rows& part) { return part.int8 && kBaseline.tile_group(part.type) == 16; });
 }
 
 bool AnyFloat(const std::vector<Rows>& parts) {
@@ -154,10 +159,13 @@ int64_t RowsPerChunk(const Kernels& kernels, int64_t m, int64_t n, int64_t k, bo
 }
 
 Input AddInput(Phases& phases, const Kernels& kernels, const float* x, int64_t m, int64_t k, const NormSpec& norm,
-               float* xn, uint8_t* quantized) {
+               float* xn, uint8_t* quantized, bool halves) {
   const bool normed = norm.weight != nullptr;
   if (xn == nullptr && quantized == nullptr) return {x, k, nullptr};
-  const int64_t rows = std::max(16384 / (k + 1), int64_t{1}), padded = Padded(k);
+  int64_t rows = std::max(16384 / (k + 1), int64_t{1});
+  // Two threads in one panel would take its cache lines from each other.
+  if (quantized != nullptr && m > kPanelRows) rows = (rows + kPanelRows - 1) / kPanelRows * kPanelRows;
+  const int64_t padded = Padded(k);
   phases.Add((m + rows - 1) / rows, [=, &kernels](int64_t chunk) {
     for (int64_t r = chunk * rows; r < std::min(m, (chunk + 1) * rows); ++r) {
       const float* row = x + r * k;
@@ -171,7 +179,7 @@ Input AddInput(Phases& phases, const Kernels& kernels, const float* x, int64_t m
         std::fill(to + k, to + padded, 0.0f);
         row = to;
       }
-      if (quantized != nullptr) kernels.quantize(row, k, quantized + r / kPanelRows * PanelBytes(k), r % kPanelRows);
+      if (quantized != nullptr) kernels.quantize(row, k, quantized + r / kPanelRows * PanelBytes(k), r % kPanelRows, halves);
     }
   });
   return {xn == nullptr ? x : xn, xn == nullptr ? k : padded, quantized};

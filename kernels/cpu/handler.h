@@ -49,6 +49,8 @@ inline int64_t RowsOf(const std::vector<Rows>& parts) {
 
 bool AnyInt8(const std::vector<Rows>& parts);
 bool AnyFloat(const std::vector<Rows>& parts);
+// Whether a part's groups have 16 weights, so that its products need sums of 16 quantized numbers.
+bool AnyHalves(const std::vector<Rows>& parts);
 
 // The rows that a product reads: as floats for some parts of a weight, quantized for others.
 struct Input {
@@ -73,8 +75,9 @@ void MultiplyParts(const Kernels& kernels, const Input& x, int64_t m, int64_t k,
 int64_t RowsPerChunk(const Kernels& kernels, int64_t m, int64_t n, int64_t k, bool int8, int64_t threads);
 
 // A phase that normalizes the rows of x where `norm` has a weight, leaves them in xn [m, Padded(k)] unless it is null,
-// and in `quantized` unless that is null. Without any of these the input is x itself.
+// and in `quantized` unless that is null; there with the sums of 16 where `halves` is set. Without any of these the input
+// is x itself.
 Input AddInput(Phases& phases, const Kernels& kernels, const float* x, int64_t m, int64_t k, const NormSpec& norm,
-               float* xn, uint8_t* quantized);
+               float* xn, uint8_t* quantized, bool halves);
 
 }  // namespace inferax

@@ -208,8 +208,8 @@ INLINE void StoreLowBytes(int8_t* to, VI x) {
 #endif
 }
 
-// Row `lane` of a panel.
-inline void QuantizeRow(const float* x, int64_t k, uint8_t* panel, int64_t lane) {
+// Row `lane` of a panel; the sums of 16 where `halves` says that a product will need them.
+inline void QuantizeRow(const float* x, int64_t k, uint8_t* panel, int64_t lane, bool halves) {
   Panel16* to = reinterpret_cast<Panel16*>(panel);
   const V magic = Splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, half to even
   V infinite = Splat(0.0f);
@@ -228,7 +228,7 @@ inline void QuantizeRow(const float* x, int64_t k, uint8_t* panel, int64_t lane)
     to->scale[lane] = scale;
     to->sum[lane] = static_cast<int32_t>(sums[0]) + static_cast<int32_t>(sums[1]);
     to->weighted[lane] = scale * (sums[0] + sums[1]);
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; halves && h < 2; ++h) {
       to->sum16[h][lane] = static_cast<int32_t>(sums[h]);
       to->weighted16[h][lane] = scale * sums[h];
     }
@@ -513,6 +513,7 @@ INLINE V AddGroup(V acc, const B64* codes, V scale, V minimum, const Panel16& x,
 // Rows of a panel that there are registers for, and elements of a tile that fit the first-level cache unpacked.
 inline constexpr int kRowsAtOnce = kParts == 1 ? 8 : kParts == 2 ? 2 : 1;
 inline constexpr int64_t kRun = 768;
+inline constexpr int64_t kTilesAtOnce = 2;  // weight tiles whose runs are unpacked together
 
 // One tile against rows [lane, lane + M) of a panel, straight from the packed bytes.
 template <typename Type, int M>
@@ -582,6 +583,7 @@ INLINE B64 Signed(B64 codes) {
 template <typename Type>
 void UnpackSigned(const uint8_t* tile, int64_t elements, Group<Type>* to) {
   for (int64_t i = 0; i < elements; i += Type::kBlock, tile += 16 * Type::kBytes, to += Type::kBlock / Type::kGroup) {
+    for (int at = 0; at < 16 * Type::kBytes; at += 64) __builtin_prefetch(tile + kAhead16 + at);
     Type::Each(tile, [&](int g, const B64* codes, V scale, V minimum) __attribute__((always_inline)) {
       _Pragma("GCC unroll 8") for (int w = 0; w < Type::kGroup / 4; ++w) Store64(to[g].codes[w], Signed<Type>(codes[w]));
       Store(to[g].scale, scale);
@@ -656,20 +658,18 @@ void WholePanel(const Group<Type>* group, int64_t elements, const Panel16* x, in
   }
 }
 
-// Elements of a run, whose groups of four weight tiles stay in a near cache while they meet all rows of x.
-inline constexpr int64_t kTileRun = 256;
-inline constexpr int64_t kTilesAtOnce = 4;
-
+// MultiplyTilesOf for more rows than a few: a run of `kTilesAtOnce` weight tiles stays in the first-level cache while it
+// meets all rows of x.
 template <typename Type>
 void MultiplyPanels(const uint8_t* panels, int64_t m, int64_t k, const Rows& w, int64_t first, int64_t last,
                     float* scratch, float* out, int64_t ldo) {
   Group<Type>* groups = reinterpret_cast<Group<Type>*>(scratch);
-  constexpr int64_t kGroups = kTileRun / Type::kGroup;
+  constexpr int64_t kGroups = kRun / Type::kGroup;
   ConfigureTiles<Type>();
   for (int64_t n = first; n < last; n += 16 * kTilesAtOnce) {
     const int64_t tiles = std::min(kTilesAtOnce, (last - n) / 16);
-    for (int64_t i = 0; i < k; i += kTileRun) {
-      const int64_t count = std::min(kTileRun, k - i);
+    for (int64_t i = 0; i < k; i += kRun) {
+      const int64_t count = std::min(kRun, k - i);
       for (int64_t t = 0; t < tiles; ++t) {
         const uint8_t* tile = w.data + (n + 16 * t) * w.row_bytes + i / Type::kBlock * 16 * Type::kBytes;
         UnpackSigned<Type>(tile, count, groups + t * kGroups);
@@ -730,7 +730,9 @@ void MultiplyTilesOf(const uint8_t* panels, int64_t m, int64_t k, const Rows& w,
   }
 }
 
-inline constexpr int64_t kTilesScratch = kRun / 16 * static_cast<int64_t>(sizeof(Group<TileQ6_K>)) / 4;  // in floats
+// In floats, for the type whose groups take most.
+inline constexpr int64_t kTilesScratch =
+    kRun * kTilesAtOnce / TileQ6_K::kGroup * static_cast<int64_t>(sizeof(Group<TileQ6_K>)) / 4;
 
 using TilesProduct = void (*)(const uint8_t*, int64_t, int64_t, const Rows&, int64_t, int64_t, float*, float*, int64_t);
 inline TilesProduct TilesProductOf(int32_t type) {
@@ -742,7 +744,15 @@ inline TilesProduct TilesProductOf(int32_t type) {
   return nullptr;
 }
 
-inline bool HasTiles(int32_t type) { return TilesProductOf(type) != nullptr; }
+// Elements under one scale in the form x16, or 0 for a type that has no such form.
+inline int64_t TileGroup(int32_t type) {
+#define CASE(Type) \
+  case Type::kId:  \
+    return Type::kGroup;
+  switch (type) { EACH_TILE(CASE) }
+#undef CASE
+  return 0;
+}
 
 inline void MultiplyTiles(const uint8_t* panels, int64_t m, int64_t k, const Rows& w, int64_t first, int64_t last,
                           float* scratch, float* out, int64_t ldo) {

@@ -129,7 +129,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   if (live == 0) return ffi::Error::Success();
   Phases phases;
   const Input input =
-      AddInput(phases, *kernels, static_cast<const float*>(x.untyped_data()), live, k, norm, xn, quantized);
+      AddInput(phases, *kernels, static_cast<const float*>(x.untyped_data()), live, k, norm, xn, quantized, AnyHalves(w));
   AddProduct(phases, *kernels, input, live, k, w, epilogue, y, NumThreads(pool, threads));
   phases.Run(pool, live * n * k, threads);
   return ffi::Error::Success();
@@ -178,7 +178,8 @@ ffi::Error GatedMlp(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   if (live == 0) return ffi::Error::Success();
   const int64_t workers = NumThreads(pool, threads);
   Phases phases;
-  const Input input = AddInput(phases, kernels, static_cast<const float*>(x.untyped_data()), live, d, norm, xn, quantized);
+  const Input input = AddInput(phases, kernels, static_cast<const float*>(x.untyped_data()), live, d, norm, xn, quantized,
+                               AnyHalves(gate_up));
   const int64_t rows = RowsPerChunk(kernels, live, f, d, AnyInt8(gate_up), workers);
   const int64_t expanded = ProductScratch(kernels, live, d);
   phases.Add((f + rows - 1) / rows, [=, &kernels, &gate_up](int64_t chunk) {
@@ -195,7 +196,7 @@ ffi::Error GatedMlp(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   });
   Input hidden = {h, ldh, nullptr};
   if (hq != nullptr) {  // then f is a multiple of 32, and ldh is f
-    hidden = AddInput(phases, kernels, h, live, f, NormSpec{}, nullptr, hq);
+    hidden = AddInput(phases, kernels, h, live, f, NormSpec{}, nullptr, hq, AnyHalves(down));
   }
   AddProduct(phases, kernels, hidden, live, f, down, epilogue, y, workers);
   phases.Run(pool, live * (2 * f * d + n * f), threads);

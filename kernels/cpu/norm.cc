@@ -108,7 +108,7 @@ ffi::Error LogProbs(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   const int32_t* ids = static_cast<const int32_t*>(chosen_ids.untyped_data());
   Phases phases;
   const Input input = AddInput(phases, kernels, static_cast<const float*>(x.untyped_data()), m, d, norm, xn,
-                               reinterpret_cast<uint8_t*>(quantized));
+                               reinterpret_cast<uint8_t*>(quantized), AnyHalves(w));
   constexpr int64_t kRows = 256;  // of x at a time, which bounds the scratch
   phases.Add(tiles, [=, &kernels, &w](int64_t t) {
     const int64_t first = t * tile, last = std::min(vocab, first + tile), width = last - first;

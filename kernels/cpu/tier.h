@@ -114,10 +114,11 @@ struct Kernels {
   // out[m, n - first] = x[m] . w[n] for n in [first, last). Rows of x are zero from k to Padded(k).
   void (*matmul)(const float* x, int64_t m, int64_t ldx, int64_t k, const Rows& w, int64_t first, int64_t last,
                  float* scratch, float* out, int64_t ldo);
-  // Whether a type has products in the form x16.
-  bool (*has_tiles)(int32_t type);
-  // A row as int8 codes with what the products below need besides, in a lane of a panel.
-  void (*quantize)(const float* x, int64_t k, uint8_t* panel, int64_t lane);
+  // Weights under one scale in the form x16: 32 or 16; 0 for a type that has no such form.
+  int64_t (*tile_group)(int32_t type);
+  // A row as int8 codes with what the products below need besides, in a lane of a panel. halves: whether a group of 16
+  // will be multiplied.
+  void (*quantize)(const float* x, int64_t k, uint8_t* panel, int64_t lane, bool halves);
   // As `matmul`, for quantized rows of x and tiled rows of w; `first` and `last` are multiples of 16.
   void (*multiply_tiles)(const uint8_t* panels, int64_t m, int64_t k, const Rows& w, int64_t first, int64_t last,
                          float* scratch, float* out, int64_t ldo);
