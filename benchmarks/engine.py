@@ -6,8 +6,9 @@ host: time of `EngineCore.step` with a device that answers at once, so that only
     accepting tokens are left; for 1 to 256 decoding sequences, and with 10,000 requests waiting besides.
 throughput: requests with a shared system prompt and log-normal lengths, all given at once. Continuous batching against
     static batching (the next batch begins when the last of a batch has ended), with and without the prefix cache, and
-    against transformers on torch: the same weights in float32, left-padded static batches of the same size, and its own
-    continuous batching where that runs. Every row generates the same number of tokens for each request.
+    against transformers on torch: the same weights in float32, in left-padded static batches of the same size and by
+    its own continuous batching. Every row generates the same number of tokens for each request; a static batch of
+    transformers' goes on to its longest answer.
 """
 
 from __future__ import annotations
@@ -124,14 +125,20 @@ def run_ours(
     return seconds, f"{share:.0%} of prompt tokens from the cache" if cache else ""
 
 
-def run_peer(path: Path, work: list[tuple[list[int], int]], batch: int) -> float:
-    """transformers' generate on left-padded batches in the order given; each runs until its longest answer is done."""
+def peer_model(path: Path) -> Any:
+    """The weights in float32 in transformers' own model."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(os.cpu_count() or 1)
     given = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    model = AutoModelForCausalLM.from_pretrained(path.parent if given else path, dtype=torch.float32, **given).eval()
+    return AutoModelForCausalLM.from_pretrained(path.parent if given else path, dtype=torch.float32, **given).eval()
+
+
+def run_static_peer(model: Any, work: list[tuple[list[int], int]], batch: int) -> float:
+    """transformers' generate on left-padded batches in the order given; each runs until its longest answer is done."""
+    import torch
+
     started = time.perf_counter()
     for at in range(0, len(work), batch):
         some = work[at : at + batch]
@@ -144,6 +151,33 @@ def run_peer(path: Path, work: list[tuple[list[int], int]], batch: int) -> float
                 ids, attention_mask=mask, do_sample=False, min_new_tokens=wanted, max_new_tokens=wanted, pad_token_id=0
             )
     return time.perf_counter() - started
+
+
+def run_continuous_peer(model: Any, work: list[tuple[list[int], int]], batch: int) -> float:
+    """transformers' continuous batching, with the same tokens per step, sequences at once, and shared prefixes."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    manager = model.init_continuous_batching(
+        GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+        ContinuousBatchingConfig(
+            page_size=16, num_blocks=4096, max_batch_tokens=256, max_requests_per_batch=batch, use_cuda_graph=False
+        ),
+    )
+    manager.start()
+    started = time.perf_counter()
+    for i, (prompt, wanted) in enumerate(work):
+        manager.add_request(prompt, request_id=str(i), max_new_tokens=wanted)
+    results: dict[str, Any] = {}
+    while len(results) < len(work):
+        if (result := manager.get_result(timeout=1)) is not None:
+            results[result.request_id] = result
+        elif not manager.is_running():
+            raise RuntimeError("transformers' continuous batching ended early")
+    seconds = time.perf_counter() - started
+    manager.stop()
+    for i, (_, wanted) in enumerate(work):
+        assert len(results[str(i)].generated_tokens) == wanted, results[str(i)]
+    return seconds
 
 
 def throughput(source: str | None, count: int, batch: int, peer: bool) -> None:
@@ -162,10 +196,11 @@ def throughput(source: str | None, count: int, batch: int, peer: bool) -> None:
         import torch
         import transformers
 
-        name = f"transformers {transformers.__version__}, torch {torch.__version__}, float32, static"
-        print_row(
-            name, run_peer(path, work, batch), "generates up to the longest answer of each batch", rows[0][1], tokens
-        )
+        model = peer_model(path)
+        name = f"transformers {transformers.__version__}, torch {torch.__version__}, float32, "
+        seconds = run_static_peer(model, work, batch)
+        print_row(name + "static", seconds, "up to the longest answer of each batch", rows[0][1], tokens)
+        print_row(name + "continuous", run_continuous_peer(model, work, batch), "", rows[0][1], tokens)
 
 
 def print_row(name: str, seconds: float, note: str, base: float, tokens: int) -> None:
