@@ -162,10 +162,10 @@ Input AddInput(Phases& phases, const Kernels& kernels, const float* x, int64_t m
                float* xn, uint8_t* quantized, bool halves) {
   const bool normed = norm.weight != nullptr;
   if (xn == nullptr && quantized == nullptr) return {x, k, nullptr};
+  const int64_t padded = Padded(k);
   int64_t rows = std::max(16384 / (k + 1), int64_t{1});
   // Two threads in one panel would take its cache lines from each other.
   if (quantized != nullptr && m > kPanelRows) rows = (rows + kPanelRows - 1) / kPanelRows * kPanelRows;
-  const int64_t padded = Padded(k);
   phases.Add((m + rows - 1) / rows, [=, &kernels](int64_t chunk) {
     for (int64_t r = chunk * rows; r < std::min(m, (chunk + 1) * rows); ++r) {
       const float* row = x + r * k;

@@ -35,6 +35,7 @@ inline constexpr int kParts = 16 / kNative;
 
 typedef float N __attribute__((vector_size(4 * kNative)));
 typedef int32_t NI __attribute__((vector_size(4 * kNative)));
+typedef uint32_t NU __attribute__((vector_size(4 * kNative)));
 typedef float F4 __attribute__((vector_size(16)));
 typedef int32_t I4 __attribute__((vector_size(16)));
 typedef uint8_t B16 __attribute__((vector_size(16)));

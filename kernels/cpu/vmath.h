@@ -23,7 +23,8 @@ INLINE V Exp(V x) {
   p = Fma(p, r * r, r) + Splat(1.0f);
   VI power;
   const VI bits = Bits(shifted);
-  EACH_PART power.p[i] = (bits.p[i] - 0x4b400000 + 127) << 23;
+  // Unsigned, since far outside its range this overflows; what it gives there is replaced below.
+  EACH_PART power.p[i] = (NI)(((NU)bits.p[i] - 0x4b400000u + 127u) << 23);
   V y = p * FromBits(power);
   y = Select(x > Splat(88.37f), Splat(__builtin_inff()), y);
   return Select(x < Splat(-87.33f), Splat(0.0f), y);
