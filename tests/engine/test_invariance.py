@@ -6,8 +6,13 @@ This compares inferax with itself: it shows invariance; tests/engine/test_golden
 from __future__ import annotations
 
 import functools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +38,7 @@ from tests.engine.tiny import random_params
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="XLA's own dots are not batch-invariant")
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [int(t) for t in np.random.default_rng(7).integers(0, 500, 150)]
 NEW = 12
 Result = tuple[list[int], list[float], list[list[tuple[int, float]]]]
@@ -227,7 +233,7 @@ def test_as_a_sample_of_n(mode: Mode, params: SamplingParams, alone: Result) -> 
         assert samples[1].output.token_ids != samples[0].output.token_ids
 
 
-def test_after_a_restart(mode: Mode, params: SamplingParams, alone: Result) -> None:
+def test_after_a_reset(mode: Mode, params: SamplingParams, alone: Result) -> None:
     engine = Engine(mode)
     engine.run(*others(5))
     engine.runner.reset()
@@ -235,3 +241,55 @@ def test_after_a_restart(mode: Mode, params: SamplingParams, alone: Result) -> N
     seq = request(params)
     engine.run(seq)
     assert result(seq) == alone
+
+
+# A process of its own: one request for every way of sampling, and how many programs were built and restored.
+PROCESS = """
+import json, sys
+from pathlib import Path
+import jax.numpy as jnp
+from inferax.engine.backend import XlaBackend
+from inferax.engine.loop import run
+from inferax.engine.programs import EngineShape
+from inferax.engine.runner import Runner
+from tests.engine.test_invariance import MODES, SAMPLING, config, packed, request, result
+from tests.engine.tiny import random_params
+
+mode = MODES[sys.argv[1]]
+backend = XlaBackend(programs=Path(sys.argv[2]))
+c = config(mode.compute, mode.layers)
+params = random_params(c)
+shape = EngineShape(4, 256, 16, (24, 24), (1200, 1200))
+runner = Runner(c, shape, backend, packed(params) if mode.packed else params, jnp.dtype(mode.cache))
+results = []
+for params in SAMPLING.values():
+    runner.reset()
+    seq = request(params)
+    for _ in run(runner, [seq]):
+        pass
+    results.append(result(seq))
+print(json.dumps([results, backend.stats.compiled, backend.stats.restored]))
+"""
+
+
+@pytest.mark.parametrize("name", ["exact", "fast"])
+def test_after_a_restart(name: str, tmp_path: Path) -> None:
+    """Three processes: this one, one that compiles, and one that restores what that has compiled."""
+
+    def process() -> list[Any]:
+        command = [sys.executable, "-c", PROCESS, name, str(tmp_path)]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        found: list[Any] = json.loads(done.stdout)
+        return found
+
+    first, second = process(), process()
+    here = []
+    for params in SAMPLING.values():
+        seq = request(params)
+        Engine(MODES[name], caching=False).run(seq)
+        here.append(result(seq))
+    # JSON writes a float with the digits that give back its bits.
+    assert first[0] == second[0] == json.loads(json.dumps(here))
+    assert first[1] > 0 and first[2] == 0
+    assert (second[1], second[2]) == (0, first[1])
