@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llama import decode, library
 
 PROMPT, SHORT, NEW, SEQUENCES = 512, 32, 64, 16
 ROWS = {"prefill 512": (1, PROMPT, 0), "decode 1": (1, SHORT, NEW), "decode 16": (SEQUENCES, SHORT, NEW)}
@@ -68,17 +69,11 @@ class Theirs:
     """llama.cpp through its C interface."""
 
     def __init__(self, path: str, compute: Any) -> None:
-        import llama_cpp
-
-        self._lib, self._path = llama_cpp, path
+        self._lib, self._path = library(), path
         self._models: dict[int, Any] = {}
         self._contexts: dict[tuple[int, ...], Any] = {}
-        quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        self._quiet = quiet  # kept: the library calls it
-        llama_cpp.llama_log_set(quiet, None)
-        llama_cpp.llama_backend_init()
-        self._sampler = llama_cpp.llama_sampler_init_greedy()
-        self._batch = llama_cpp.llama_batch_init(PROMPT, 0, 1)
+        self._sampler = self._lib.llama_sampler_init_greedy()
+        self._batch = self._lib.llama_batch_init(PROMPT, 0, 1)
 
     def _context(self, setting: Setting) -> Any:
         lib, key = self._lib, (setting["threads"], setting["flash"], setting["repack"])
@@ -95,31 +90,20 @@ class Theirs:
             self._contexts[key] = lib.llama_init_from_model(self._models[setting["repack"]], options)
         return self._contexts[key]
 
-    def _decode(self, context: Any, rows: list[tuple[int, int, int, bool]]) -> None:
-        """Rows of (token, position, sequence, whether its logits are wanted)."""
-        batch = self._batch
-        for i, (token, position, sequence, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, sequence
-            batch.logits[i] = wanted
-        batch.n_tokens = len(rows)
-        code = self._lib.llama_decode(context, batch)
-        if code != 0:
-            raise RuntimeError(f"llama_decode returned {code}")
-
     def run(self, count: int, length: int, new: int, seed: int, setting: Setting) -> float:
         lib, context = self._lib, self._context(setting)
         lib.llama_memory_clear(lib.llama_get_memory(context), True)
         given = prompts(count, length, seed)
         started = time.perf_counter()
         flat = [(t, i, s, i == length - 1) for s, prompt in enumerate(given) for i, t in enumerate(prompt)]
-        self._decode(context, flat)
+        decode(context, self._batch, flat)
         ends = [i for i, row in enumerate(flat) if row[3]]
         tokens = [lib.llama_sampler_sample(self._sampler, context, i) for i in ends]
         if new == 0:
             return count * length / (time.perf_counter() - started)
         started = time.perf_counter()
         for step in range(new):
-            self._decode(context, [(token, length + step, s, True) for s, token in enumerate(tokens)])
+            decode(context, self._batch, [(token, length + step, s, True) for s, token in enumerate(tokens)])
             tokens = [lib.llama_sampler_sample(self._sampler, context, i) for i in range(count)]
         return count * new / (time.perf_counter() - started)
 
@@ -186,12 +170,14 @@ def best_setting(path: Path, row: str, threads: int) -> tuple[Setting, list[str]
     for repack, flash in itertools.product((1, 0), (1, 0)):
         worker = Worker("llama.cpp", path, "fast")
         try:
-            for t in {threads // 2, threads} - {0, 1} or {1}:
+            for t in (threads // 2, threads) if threads > 2 else (threads,):
                 setting = {"threads": t, "flash": flash, "repack": repack}
                 trials.append((max(worker.run(row, i, setting) for i in range(2)), setting))
         except WorkerError:
             fatal.append(described(setting))
         worker.close()
+    if not trials:
+        raise WorkerError(f"llama.cpp runs {path} under none of its settings")
     return max(trials, key=lambda trial: trial[0])[1], fatal
 
 
@@ -233,13 +219,12 @@ def main() -> None:
     if args.worker:
         work(args.worker, args.model[0], args.compute)
         return
-    import llama_cpp
     from quantized import quantized
 
     from inferax.loaders.sources import resolve
     from kernels import machine
 
-    features = llama_cpp.llama_print_system_info().decode()
+    features = library().llama_print_system_info().decode()
     print(f"inferax {version('inferax')} ({args.compute}), jax {version('jax')}, on {machine()}")
     print(f"llama.cpp of llama-cpp-python {version('llama-cpp-python')}: {features}")
     default = resolve(None)

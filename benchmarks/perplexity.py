@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llama import decode, library
 from quantized import quantized
 
 import inferax
@@ -41,12 +42,9 @@ def ours(path: Path, compute: Any, text: str, context: int) -> float:
 
 def theirs(path: Path, ids: list[int], context: int, threads: int) -> float:
     """llama.cpp's perplexity of the same windows, from its logits."""
-    import llama_cpp as lib
-
-    quiet = lib.llama_log_callback(lambda *_: None)
-    lib.llama_log_set(quiet, None)
+    lib = library()
     options = lib.llama_model_default_params()
-    options.use_extra_bufts = False  # the file's own blocks: its repacked kernels round in other ways
+    options.use_extra_bufts = False  # the file's own blocks
     model = lib.llama_model_load_from_file(os.fsencode(path), options)
     settings = lib.llama_context_default_params()
     settings.n_ctx = settings.n_batch = settings.n_ubatch = context
@@ -57,12 +55,7 @@ def theirs(path: Path, ids: list[int], context: int, threads: int) -> float:
     for at in range(0, len(ids) - context + 1, context):
         window = ids[at : at + context]
         lib.llama_memory_clear(lib.llama_get_memory(running), True)
-        for i, token in enumerate(window):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, i, 1, 0
-            batch.logits[i] = i >= first
-        batch.n_tokens = context
-        if lib.llama_decode(running, batch) != 0:
-            raise RuntimeError(f"{path}: llama.cpp could not decode a window")
+        decode(running, batch, [(token, i, 0, i >= first) for i, token in enumerate(window)])
         rows = context - first - 1
         logits = np.ctypeslib.as_array(lib.llama_get_logits(running), shape=(rows + 1, vocab))[:-1]
         top = logits.max(-1, keepdims=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from llama import library
 
 from inferax.loaders.cache import cache_folder
 from inferax.loaders.sources import resolve
@@ -65,13 +66,9 @@ def _write_float32(source: Path, path: Path) -> None:
 
 
 def _quantize(source: Path, path: Path, number: int) -> None:
-    import llama_cpp
-
-    quiet = llama_cpp.llama_log_callback(lambda *_: None)
-    llama_cpp.llama_log_set(quiet, None)
-    params = llama_cpp.llama_model_quantize_default_params()
+    params = library().llama_model_quantize_default_params()
     params.ftype, params.nthread = number, os.cpu_count() or 1
-    code = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(path), params)
+    code = library().llama_model_quantize(os.fsencode(source), os.fsencode(path), params)
     if code != 0:
         raise RuntimeError(f"llama.cpp could not quantize {source} (it returned {code})")
 
