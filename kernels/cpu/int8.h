@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 
 #include "x16.h"
@@ -10,15 +11,16 @@ namespace inferax {
 namespace {
 
 // Sixteen rows of activations side by side, 32 elements of each: int8 codes under one scale, and what sums of them are
-// needed below. Rows that there are not hold anything.
+// needed below. Rows that there are not hold anything. An element that is much larger than the other 31 would leave
+// them few codes: it is kept apart as a whole number of any size, its own code is 0, and the sums hold the number.
 struct alignas(64) Panel16 {
   int8_t codes[16][32];
   float scale[16];
-  int32_t sum[16];  // of 32 codes
+  int32_t sum[16];  // of 32 elements
   float weighted[16];  // sum * scale
   int32_t sum16[2][16];
   float weighted16[2][16];
-  int32_t unused[16];
+  int32_t apart[16];  // number * 32 + its place among the 32; 0 for none
 };
 static_assert(sizeof(Panel16) == kPanelBytes);
 
@@ -39,23 +41,43 @@ INLINE void StoreLowBytes(int8_t* to, VI x) {
 #endif
 }
 
+// An element so many times as large as the next is kept apart. Its number is below 2**21, so that a product with a code
+// fits int32 and sums of numbers are whole in float32.
+inline constexpr float kApart = 3.0f, kFarthest = 16384.0f;
+
 // Row `lane` of a panel; the sums of 16 where `halves` says that a product will need them.
 inline void QuantizeRow(const float* x, int64_t k, uint8_t* panel, int64_t lane, bool halves) {
   Panel16* to = reinterpret_cast<Panel16*>(panel);
   const V magic = Splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, half to even
   V infinite = Splat(0.0f);
   for (int64_t i = 0; i < k; i += 32, ++to) {
-    const V a = Load(x + i), b = Load(x + i + 16);
-    const float largest = Largest(Max(Abs(a), Abs(b)));
-    const float scale = largest / 127.0f;
-    const V inverse = Splat(largest > 0.0f ? 127.0f / largest : 0.0f);
+    V a = Load(x + i), b = Load(x + i + 16);
     infinite = infinite + (a * Splat(0.0f) + b * Splat(0.0f));
-    const V lower = a * inverse + magic, upper = b * inverse + magic;
+    float largest = Largest(Max(Abs(a), Abs(b)));
+    float alone = 0.0f;
+    int place = 0;
+    if (largest > 1e-30f && largest <= 3e38f) {
+      const VI in_a = Abs(a) >= Splat(largest), in_b = Abs(b) >= Splat(largest);
+      const uint32_t at = Mask(in_a) | Mask(in_b) << 16;
+      const V rest_a = Select(in_a, Splat(0.0f), a), rest_b = Select(in_b, Splat(0.0f), b);
+      const float second = Largest(Max(Abs(rest_a), Abs(rest_b)));
+      if (largest > kApart * second && (at & (at - 1)) == 0) {
+        place = __builtin_ctz(at);
+        alone = x[i + place];
+        largest = std::max(second, largest / kFarthest);
+        a = rest_a, b = rest_b;
+      }
+    }
+    const float scale = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    const V lower = a * Splat(inverse) + magic, upper = b * Splat(inverse) + magic;
     StoreLowBytes(to->codes[lane], Bits(lower) - 0x4b400000);
     StoreLowBytes(to->codes[lane] + 16, Bits(upper) - 0x4b400000);
-    // Sums of a few small whole numbers, which float32 holds.
+    // Sums of a few whole numbers, which float32 holds.
     const V zero = Splat(0.0f);
-    const F4 sums = Sum4(lower - magic, upper - magic, zero, zero);
+    F4 sums = Sum4(lower - magic, upper - magic, zero, zero);
+    const float number = std::nearbyintf(alone * inverse);
+    sums[place / 16] += number;
+    to->apart[lane] = static_cast<int32_t>(number) * 32 + place;
     to->scale[lane] = scale;
     to->sum[lane] = static_cast<int32_t>(sums[0]) + static_cast<int32_t>(sums[1]);
     to->weighted[lane] = scale * (sums[0] + sums[1]);
@@ -69,6 +91,17 @@ inline void QuantizeRow(const float* x, int64_t k, uint8_t* panel, int64_t lane,
   if (k > 0 && !(bad == 0.0f)) reinterpret_cast<Panel16*>(panel)->scale[lane] = bad;
 }
 
+// Element `place` of each of a group's 16 rows. `is_signed`: bytes stand for [-128, 127], else for [0, 255].
+template <int kWords, bool is_signed>
+INLINE VI CodesAt(const B64* codes, int place) {
+  B64 word = codes[0];
+  _Pragma("GCC unroll 8") for (int w = 1; w < kWords; ++w) {  // no array in memory for the sake of a rare case
+    if (w == place / 4) word = codes[w];
+  }
+  const VI up = ShiftLeft(Lanes(word), 24 - place % 4 * 8);
+  return is_signed ? ShiftSigned(up, 24) : ShiftRight(up, 24);
+}
+
 // What one group adds to a row's sums: whole numbers first, which no order changes, then two roundings. `half` says
 // which half of the panel's 32 elements a group of 16 is.
 template <typename Type>
@@ -80,6 +113,13 @@ INLINE V AddGroup(V acc, const B64* codes, V scale, V minimum, const Panel16& x,
   _Pragma("GCC unroll 8") for (int w = 0; w < Type::kGroup / 4; ++w) {
     const int8_t* at = x.codes[row] + (kWhole ? 0 : 16 * half) + 4 * w;
     sum = Type::kSigned ? DotWide(sum, codes[w], at) : Dot(sum, codes[w], at);
+  }
+  if (const int32_t apart = x.apart[row]; __builtin_expect(apart != 0, 0)) {
+    const int place = apart & 31;
+    if (kWhole || place / 16 == half) {
+      constexpr bool kAsSigned = Type::kSigned && kWide == 0;
+      sum = sum + CodesAt<Type::kGroup / 4, kAsSigned>(codes, kWhole ? place : place % 16) * (apart >> 5);
+    }
   }
   acc = Fma(ToFloat(sum), scale * Splat(x.scale[row]), acc);
   if constexpr (Type::kMinimum) {
@@ -190,6 +230,21 @@ INLINE void MultiplyGroup(const Group<Type>& group, const int8_t* x, Sums* to) {
       : "r"(group.codes), "r"(x), "r"(int64_t{64}), "r"(int64_t{32}), "r"(to), "m"(group));
 }
 
+// Adds what a panel's rows have apart in group `g` of those that share its 32 elements.
+template <typename Type>
+INLINE void AddApart(const Group<Type>& group, const Panel16& x, int64_t g, Sums* to) {
+  const __m512i apart = _mm512_load_si512(x.apart);
+  for (uint32_t left = _mm512_test_epi32_mask(apart, apart); left != 0; left &= left - 1) {
+    const int row = __builtin_ctz(left), place = x.apart[row] & 31;
+    if (place / Type::kGroup != g) continue;
+    const B64 word = Load64(group.codes[place % Type::kGroup / 4]);
+    VI sum;
+    std::memcpy(&sum, to->at[row], 64);
+    sum = sum + CodesAt<1, true>(&word, place % 4) * (x.apart[row] >> 5);
+    std::memcpy(to->at[row], &sum, 64);
+  }
+}
+
 // Groups whose products are under way while the sums of an earlier one are taken up: it is long until they are there.
 inline constexpr int kUnderWay = 2;
 
@@ -215,7 +270,8 @@ void WholePanel(const Group<Type>* group, int64_t elements, const Panel16* x, in
     const V scale = Load(group[g].scale), minimum = Load(group[g].minimum);
     const Panel16& at = x[g / kHalves];
     const float* weighted = Type::kGroup == 32 ? at.weighted : at.weighted16[g % kHalves];
-    const Sums& now = sums[g % (kUnderWay + 1)];
+    Sums& now = sums[g % (kUnderWay + 1)];
+    AddApart<Type>(group[g], at, g % kHalves, &now);
     _Pragma("GCC unroll 16") for (int r = 0; r < 16; ++r) {
       VI sum;
       std::memcpy(&sum, now.at[r], 64);

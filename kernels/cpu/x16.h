@@ -71,6 +71,11 @@ INLINE VI operator|(VI a, VI b) {
   EACH_PART r.p[i] = a.p[i] | b.p[i];
   return r;
 }
+INLINE VI operator+(VI a, VI b) {
+  VI r;
+  EACH_PART r.p[i] = a.p[i] + b.p[i];
+  return r;
+}
 INLINE VI operator*(VI a, int32_t b) {
   VI r;
   EACH_PART r.p[i] = a.p[i] * b;
