@@ -27,8 +27,8 @@ def tiled(type: str, n: int, k: int, key: object = 0) -> PackedWeight:
 
 
 def rounded(x: Any) -> np.ndarray:
-    """Activations as the kernels see them: whole numbers under one scale for each 32, which is such that the largest is
-    127, or the next where the largest is more than three times that."""
+    """Activations as the kernels see them: whole numbers under one scale for each 32, which is such that the largest
+    is 127, or the next where the largest is more than three times that."""
     groups = np.asarray(x, np.float32).reshape(*np.shape(x)[:-1], -1, 32)
     second, largest = np.moveaxis(np.sort(np.abs(groups), -1)[..., -2:, None], -2, 0)
     apart = (largest > np.float32(3) * second) & (largest > np.float32(1e-30))
@@ -41,10 +41,11 @@ def rounded(x: Any) -> np.ndarray:
 
 
 def with_some_apart(x: jax.Array) -> jax.Array:
-    """Some elements enlarged, by little and by much, in both halves of a group and at either sign; two in one group; and
-    a group of zeros but for one."""
+    """Some elements enlarged, by little and by much, in both halves of a group, at either sign; two in one group; and a
+    group of zeros but for one."""
     rows = np.array(x)
-    for i, (column, by) in enumerate([(3, 5), (21, -9), (40, 1e3), (63, -1e7), (64, 3e3), (95, 3e3), (100, 2), (130, 50)]):
+    enlarged = [(3, 5), (21, -9), (40, 1e3), (63, -1e7), (64, 3e3), (95, 3e3), (100, 2), (130, 50)]
+    for i, (column, by) in enumerate(enlarged):
         rows[i % 3 :: 3, column] *= by
     rows[1::2, 160:192] = 0
     rows[1::2, 177] = -2.5
