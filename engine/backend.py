@@ -165,7 +165,7 @@ class XlaBackend:
             return out
 
         flat.__name__ = name.split("(")[0].replace(" ", "_")
-        on_device = jax.sharding.SingleDeviceSharding(self.device)
+        on_device = jax.sharding.make_single_device_sharding(self.device)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device) for x in leaves]
         lowered = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*shapes)
         with self._cache_hits.in_this_thread() as hits:
