@@ -209,6 +209,12 @@ class AsyncEngine:
         rendered: Rendered = await self._away(lambda: requests.render(messages, **kwargs))
         return rendered
 
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Rendered:
+        """A prompt as text, where there is one, and token ids, away from the event loop."""
+        requests: Any = self._requests
+        rendered: Rendered = await self._away(lambda: requests.prompt(prompt, add_special_tokens=add_special_tokens))
+        return rendered
+
     async def generate(
         self,
         prompt: Prompt | Rendered,

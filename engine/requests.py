@@ -62,18 +62,19 @@ class Requests:
         text = self._model.template.render(messages, **kwargs)
         return text, self._ids(encode_chat(self._tokenizer, text))
 
-    def prompt(self, prompt: Prompt | Rendered) -> Rendered:
-        """A prompt as text, where there is one, and token ids."""
+    def prompt(self, prompt: Prompt | Rendered, *, add_special_tokens: bool = True) -> Rendered:
+        """A prompt as text, where there is one, and token ids. add_special_tokens: BOS before a text, as the model's
+        tokenizer has it."""
         if _is_rendered(prompt):
             return prompt  # type: ignore[return-value]
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), self._ids(prompt["prompt_token_ids"])
             if isinstance(prompt.get("prompt"), str):
-                return self.prompt(prompt["prompt"])
+                return self.prompt(prompt["prompt"], add_special_tokens=add_special_tokens)
             raise RequestError("prompt", "a prompt mapping needs 'prompt' (a string) or 'prompt_token_ids'")
         if isinstance(prompt, str):
-            return prompt, self._ids(self._tokenizer.encode(prompt))
+            return prompt, self._ids(self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         return None, self._ids(prompt)
 
     def _ids(self, ids: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""The command line: `inferax generate`, `chat`, `info`, `plan` and `perplexity`. Documented in docs/cli.md.
+"""The command line: `inferax generate`, `chat`, `serve`, `info`, `plan` and `perplexity`. Documented in docs/cli.md.
 
 Nothing heavy is imported before a command runs, so that `inferax --help` answers at once.
 """
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"inferax {version('inferax')}")
             return 0
         if args.command is None:
-            top.error("a command is needed: generate, chat, info, plan or perplexity")
+            top.error("a command is needed: generate, chat, serve, info, plan or perplexity")
         with _libraries_hushed(not args.debug):
             code = _run(args)
         sys.stdout.flush()
@@ -78,6 +78,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sampling(chat)
     _add_output(chat)
 
+    serve = _command(commands, "serve", "serve a model through the OpenAI API")
+    _add_model(serve, "model")
+    _add_load(serve)
+    _add_server(serve)
+    _add_output(serve)
+
     info = _command(commands, "info", "say what a model is, without loading its weights")
     info.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL_HELP} (default: the built-in model)")
     info.add_argument("--revision", help="branch, tag or commit on the hub")
@@ -86,11 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = _command(commands, "plan", "say where an engine's memory goes and what fits, without loading the weights")
     _add_model(plan, "model")
-    group = plan.add_argument_group("load")
-    group.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="sequences at once (default: 16)")
-    group.add_argument(
-        "--max-num-batched-tokens", type=int, default=256, metavar="TOKENS", help="tokens per step (default: 256)"
-    )
+    _add_load(plan)
     plan.add_argument("--no-compile", action="store_true", help="estimate temporaries, in place of compiling the step")
     plan.add_argument("--json", action="store_true", help="print it as JSON")
     _add_output(plan)
@@ -155,6 +157,29 @@ def _add_model(command: argparse.ArgumentParser, name: str) -> None:
     )
 
 
+def _add_load(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("load")
+    group.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="sequences at once (default: 16)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, default=256, metavar="TOKENS", help="tokens per step (default: 256)"
+    )
+
+
+def _add_server(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    group.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
+    group.add_argument("--served-model-name", metavar="NAME", help="the model's name for clients (default: its file's)")
+    group.add_argument("--api-key", action="append", metavar="KEY", help="demand this key; may be repeated")
+    group.add_argument("--api-key-file", metavar="FILE", help="demand one of the keys in FILE, one on each line")
+    group.add_argument(
+        "--max-waiting-requests", type=int, default=1024, metavar="N", help="refuse more with 429 (default: 1024)"
+    )
+    group.add_argument(
+        "--drain-seconds", type=int, default=30, metavar="S", help="for what runs at SIGTERM to end in (default: 30)"
+    )
+
+
 def _size(text: str) -> int:
     """Bytes of a size as people write it: 4096, 512M, 2G, 1.5GiB, 500MB. K, M, G and T are powers of 1024, with B of
     1000."""
@@ -202,6 +227,10 @@ def _run(args: argparse.Namespace) -> int:
         from inferax.serving.perplexity import perplexity
 
         return perplexity(args)
+    if args.command == "serve":
+        from inferax.serving.serve import serve
+
+        return serve(args)
     from inferax.engine.params import SamplingParams
 
     # Before the model is loaded, so that a wrong value is told at once.

@@ -381,7 +381,7 @@ def test_wrong_values_name_the_flag(
 
 
 def test_wrong_usage(in_process: None, capsys: pytest.CaptureFixture[str], environment: dict[str, str]) -> None:
-    assert "generate, chat, info, plan or perplexity" in fails(capsys, 2)
+    assert "generate, chat, serve, info, plan or perplexity" in fails(capsys, 2)
     assert "'generat'" in fails(capsys, 2, "generat", "hi")
     assert "revision" in fails(capsys, 1, "info", "--revision", "main")
     _, err = run(environment, "generate", stdin=b"caf\xe9", code=1)
