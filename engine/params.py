@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from inferax.errors import RequestError
 from inferax.ops.sampler_rows import STAGES
 
@@ -17,6 +19,8 @@ MAX_BIASED = 300
 MAX_WANTED = 32
 MAX_BAD_WORDS = 64
 BREAKERS = ("\n", ":", '"', "*")
+_INT32 = 2**31
+_FLOAT32 = float(np.finfo(np.float32).max)
 _NEUTRAL: dict[str, Any] = {"extra_args": None}
 # The fields that each stage of the sampler's chain reads, with the value at which it does nothing.
 _STAGE_FIELDS: dict[str, dict[str, float]] = {
@@ -107,12 +111,10 @@ class SamplingParams:
         for name, neutral in _NEUTRAL.items():
             if getattr(self, name) != neutral:
                 raise RequestError(name, f"{getattr(self, name)!r} is not supported; only {neutral!r} is")
-        self._integer("n", 1)
-        if self.n >= 2**28:
-            raise RequestError("n", f"{self.n} is not less than {2**28}")
+        self._integer("n", 1, 2**28)
         self._number("temperature", 0.0, math.inf)
         self._number("top_p", 0.0, 1.0, low_open=True)
-        self._integer("top_k", -1)
+        self._integer("top_k", -1, _INT32)
         self._number("min_p", 0.0, 1.0)
         if self.seed is not None:
             self._integer("seed", -(2**63))
@@ -128,7 +130,7 @@ class SamplingParams:
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
         self._number("repetition_penalty", 0.0, math.inf, low_open=True)
-        self._integer("min_tokens", 0)
+        self._integer("min_tokens", 0, _INT32)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
         if len(self.logit_bias or {}) > MAX_BIASED:
@@ -187,11 +189,11 @@ class SamplingParams:
         self._number("dynatemp_exponent", 0.0, math.inf)
         self._number("dry_multiplier", 0.0, math.inf)
         self._number("dry_base", 1.0, math.inf)
-        self._integer("dry_allowed_length", 1)
-        self._integer("dry_penalty_last_n", -1)
+        self._integer("dry_allowed_length", 1, _INT32)
+        self._integer("dry_penalty_last_n", -1, _INT32)
         self._texts("dry_sequence_breakers", self.dry_sequence_breakers)
         if self.penalty_last_n is not None:
-            self._integer("penalty_last_n", -1)
+            self._integer("penalty_last_n", -1, _INT32)
         self._integer("mirostat_mode", 0)
         if self.mirostat_mode not in (0, 2):
             raise RequestError("mirostat_mode", f"{self.mirostat_mode} is neither 0 nor 2")
@@ -240,17 +242,19 @@ class SamplingParams:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise RequestError(name, f"{token!r} is not a token id")
 
-    def _integer(self, name: str, least: int) -> None:
+    def _integer(self, name: str, least: int, end: int | None = None) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise RequestError(name, f"{value!r} is not an integer")
         if value < least:
             raise RequestError(name, f"{value} is less than {least}")
+        if end is not None and value >= end:
+            raise RequestError(name, f"{value} is not less than {end}")
 
     def _number(self, name: str, low: float, high: float, *, low_open: bool = False) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise RequestError(name, f"{value!r} is not a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _FLOAT32:
+            raise RequestError(name, f"{value!r} is not a finite float32")
         if value < low or value > high or (low_open and value == low):
             bracket = "(" if low_open else "["
             raise RequestError(name, f"{value} is not in {bracket}{low}, {high}]")

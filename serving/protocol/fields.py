@@ -67,7 +67,7 @@ class Body(BaseModel):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
-    request_id: str | None = Field(None, min_length=1, max_length=256)
+    request_id: str | None = Field(None, max_length=256, pattern="^[!-~]+$")  # it goes into a header
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     # These say something about the caller and nothing about the answer.
@@ -87,7 +87,7 @@ class Body(BaseModel):
         given = {name: getattr(self, name) for name in named if getattr(self, name) is not None}
         if self.logit_bias is not None:
             for token in self.logit_bias:
-                if not token.isdecimal():
+                if not (token.isascii() and token.isdecimal() and len(token) < 10):
                     raise RequestError("logit_bias", f"{token!r} is not a token id")
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         form = self._form()

@@ -48,9 +48,9 @@ async def render(engine: AsyncEngine, body: Any) -> Rendered:
     kwargs = dict(body.chat_template_kwargs or {})
     if getattr(body, "reasoning_effort", None) is not None:
         kwargs["reasoning_effort"] = body.reasoning_effort
-    taken = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"} & set(kwargs)
+    taken = {"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"} & set(kwargs)
     if taken:
-        raise RequestError("chat_template_kwargs", f"{min(taken)!r} is a field of its own")
+        raise RequestError("chat_template_kwargs", f"{min(taken)!r} has a meaning of its own")
     return await engine.render(
         conversation(body.messages),
         tools=body.tools or None,

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import jsonschema
 import openai
 import pytest
@@ -43,7 +43,7 @@ class Served:
         self.server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self.server.run, args=([listener],))
         self._thread.start()
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx2.Client(base_url=self.url, timeout=60)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def close(self) -> None:
@@ -63,8 +63,8 @@ class Served:
             time.sleep(0.01)
         return not self.engine._streams and self.metric("num_requests_running") == 0
 
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return self.http.post(path, json=body)
+    def post(self, path: str, **body: Any) -> httpx2.Response:
+        return self.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +245,15 @@ def test_a_stream_with_nothing_to_say_stays_alive(served: Served) -> None:
         ("chat", {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format", "type 'xml' is none of"),
         ("chat", {"messages": HELLO, "response_format": {"type": "text", "a": 1}}, "response_format", "no field 'a'"),
         ("chat", {"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "its own"),
+        ("chat", {"messages": HELLO, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "its own"),
+        ("chat", {"messages": HELLO, "logit_bias": {"9" * 5000: 1}}, "logit_bias", "is not a token id"),
+        ("chat", {"messages": HELLO, "request_id": "a\r\nSet-Cookie: b"}, "request_id", "should match pattern"),
+        ("chat", {"messages": HELLO, "top_k": 2**70}, "top_k", "is not less than"),
+        ("chat", {"messages": HELLO, "min_tokens": 2**31, "max_tokens": 2**32}, "min_tokens", "is not less than"),
+        ("chat", {"messages": HELLO, "dry_penalty_last_n": 2**31}, "dry_penalty_last_n", "is not less than"),
+        ("chat", {"messages": HELLO, "temperature": 1e39}, "temperature", "is not a finite float32"),
+        ("chat", {"messages": HELLO, "temperature": 10**400}, "temperature", "number"),
+        ("completions", {"prompt": "\ud800"}, "text", "lone surrogate"),
         ("chat", {"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differs"),
         ("chat", {"messages": []}, "messages", "messages"),
         ("chat", {}, "messages", "messages: Field required"),
@@ -326,9 +335,9 @@ def test_the_command(tmp_path: Path) -> None:
         line = server.stderr.readline()
         assert line.startswith("[small is served at http://127.0.0.1:"), line
         url = line.split()[4].removesuffix("/v1]")
-        refused = httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer third"})
+        refused = httpx2.get(f"{url}/v1/models", headers={"Authorization": "Bearer third"})
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
-        assert httpx.get(f"{url}/ready").status_code == 401 and httpx.get(f"{url}/health").status_code == 200
+        assert httpx2.get(f"{url}/ready").status_code == 401 and httpx2.get(f"{url}/health").status_code == 200
         with openai.OpenAI(base_url=f"{url}/v1", api_key="second", max_retries=0) as client:
             stream = client.chat.completions.create(
                 model="small", messages=HELLO, max_tokens=64, stream=True, extra_body={"ignore_eos": True}
